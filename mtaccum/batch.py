@@ -1,0 +1,201 @@
+"""Batches as loaders make them: reading an entry, counting and splitting samples, moving to a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtaccum.errors import BatchError
+from mtaccum.structure import describe, map_tensors, tensors_of, unpacker
+
+Split = Callable[[Any, list[int]], list[Any]]
+
+_splits: dict[type, Split] = {}
+
+
+def register_split(cls: type, split: Split) -> None:
+    """Teach ``split_batch`` a batch type of your own (a graph batch, say).
+
+    Args:
+        cls: the type; subclasses are included.
+        split: ``split(batch, sizes)`` returns one part per entry of ``sizes``, of that many samples.
+    """
+    _splits[cls] = split
+
+
+def get_field(batch: Any, key: str | int, default: Any = ...) -> Any:
+    """An entry of a batch: a mapping's key, a sequence's index, or an object's attribute.
+
+    Raises:
+        BatchError: there is no such entry and no ``default`` was given.
+    """
+    try:
+        if isinstance(batch, Mapping) or isinstance(key, int):
+            return batch[key]
+        return getattr(batch, key)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        if default is not ...:
+            return default
+        raise BatchError(
+            f"the batch has no entry {key!r}; it is {describe(batch)}. Name one of its entries "
+            f"(a key, a position or an attribute)."
+        ) from error
+
+
+class Inputs(dict[str, Any]):
+    """Several entries of a batch, to be passed as keyword arguments."""
+
+
+def call(module: Callable[..., Any], features: Any) -> Any:
+    """``module(features)``, or ``module(**features)`` where the features are several named inputs."""
+    return module(**features) if isinstance(features, Inputs) else module(features)
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples in a batch.
+
+    It is the first dimension of the first tensor; where no tensor has one, the length of the first
+    list. Lists hold one entry per sample (as detection targets do), but for a batch that is itself a
+    list of tensors or lists: its entries are fields, as ``default_collate`` makes them.
+
+    Raises:
+        BatchError: nothing in the batch tells.
+    """
+    if isinstance(batch, Sized) and not isinstance(batch, Tensor) and len(batch) == 0:
+        return 0
+    fields = [batch] if not _is_field_list(batch) else list(batch)
+    for count in (_first_dimension, _first_list_length):
+        for field in fields:
+            if (size := count(field)) is not None:
+                return size
+    raise BatchError(
+        f"can't tell how many samples a batch of {describe(batch)} has: there is no tensor with a first "
+        f"dimension in it, and no list."
+    )
+
+
+def _is_field_list(batch: Any) -> bool:
+    samples = all(isinstance(e, Mapping) or dataclasses.is_dataclass(e) for e in batch or [None])
+    return isinstance(batch, list) and not samples
+
+
+def _first_dimension(nest: Any) -> int | None:
+    """First dimension of the first batched tensor; lists are samples, so tensors in them are not."""
+    if isinstance(nest, Tensor):
+        return int(nest.shape[0]) if nest.dim() else None
+    parts = _parts(nest)
+    return next((n for part in parts if (n := _first_dimension(part)) is not None), None)
+
+
+def _first_list_length(nest: Any) -> int | None:
+    if isinstance(nest, list):
+        return len(nest)
+    return next((n for part in _parts(nest) if (n := _first_list_length(part)) is not None), None)
+
+
+def _parts(nest: Any) -> list[Any]:
+    handler = unpacker(nest)
+    return [] if handler is None or isinstance(nest, list) else list(handler[0](nest))
+
+
+def split_sizes(samples: int, parts: int) -> list[int]:
+    """Sizes of ``parts`` parts that differ by at most one, larger ones first: 64 in 5 is 13,13,13,13,12."""
+    if parts < 1:
+        raise BatchError(f"can't split a batch into {parts} parts; valid is a whole number from 1.")
+    if parts > samples:
+        raise BatchError(
+            f"can't split {samples} samples into {parts} micro-batches: each needs at least one sample. "
+            f"Ask for at most {samples}, or for a larger batch."
+        )
+    size, larger = divmod(samples, parts)
+    return [size + 1] * larger + [size] * (parts - larger)
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch into micro-batches whose sizes differ by at most one sample.
+
+    Tensors are cut along their first dimension (the parts are views), lists of one entry per sample
+    likewise; tensors without dimensions and plain values go into every part.
+
+    Args:
+        batch: any nest of tensors and lists (see ``batch_size_of`` for how lists are read), or a type
+            made known by ``register_split``.
+        parts: how many micro-batches; at most the number of samples.
+
+    Raises:
+        BatchError: more parts than samples, or an entry that has another number of samples.
+    """
+    for cls in type(batch).__mro__:
+        if cls in _splits:
+            return _splits[cls](batch, split_sizes(batch_size_of(batch), parts))
+    samples = batch_size_of(batch)
+    slices: list[slice] = []
+    start = 0
+    for size in split_sizes(samples, parts):
+        slices.append(slice(start, start + size))
+        start += size
+    if _is_field_list(batch):
+        return [[_cut(field, part, samples) for field in batch] for part in slices]
+    return [_cut(batch, part, samples) for part in slices]
+
+
+def _cut(nest: Any, part: slice, samples: int) -> Any:
+    if isinstance(nest, Tensor):
+        if nest.dim() == 0:
+            return nest
+        if nest.shape[0] != samples:
+            raise BatchError(
+                f"an entry {describe(nest)} can't be cut with a batch of {samples} samples: its first "
+                f"dimension is {nest.shape[0]}. Make it {samples} long, or put it into the batch as a "
+                f"plain (non-tensor) value."
+            )
+        return nest[part]
+    if isinstance(nest, list):
+        return _cut_list(nest, part, samples)
+    handler = unpacker(nest)
+    if handler is None:
+        return nest
+    unpack, pack = handler
+    return pack(nest, [_cut(field, part, samples) for field in unpack(nest)])
+
+
+def _cut_list(nest: list[Any], part: slice, samples: int) -> list[Any]:
+    batched = bool(nest) and all(
+        isinstance(e, Tensor) and e.dim() > 0 and e.shape[0] == samples for e in nest
+    )
+    if batched and len(nest) == samples:
+        raise BatchError(
+            f"a list of {samples} tensors of first dimension {samples} in a batch of {samples} samples "
+            f"could be one tensor per sample or one per field. Use a tuple for fields, or a stacked "
+            f"tensor for samples."
+        )
+    if batched:
+        return [_cut(entry, part, samples) for entry in nest]
+    if len(nest) != samples:
+        raise BatchError(
+            f"a list of {len(nest)} entries can't be cut with a batch of {samples} samples: lists hold "
+            f"one entry per sample. Use a tuple for anything else."
+        )
+    return nest[part]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``; the very same object if they are there already.
+
+    Containers are rebuilt; an object we can't take apart is moved by its own ``.to(device)`` if it has
+    one, and passes through unchanged otherwise.
+    """
+    tensors = tensors_of(batch, strict=False)
+    if tensors and all(_same_device(tensor.device, device) for tensor in tensors):
+        return batch
+    if unpacker(batch) is None and not isinstance(batch, Tensor):
+        return batch.to(device) if hasattr(batch, "to") else batch
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), strict=False)
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (a.index or 0) == (b.index or 0)

@@ -1,0 +1,51 @@
+"""What a user can do wrong, as exceptions; each says what was given, what is valid, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MtaccumError(ValueError):
+    """Base of every error that mtaccum raises on purpose."""
+
+
+class ConfigError(MtaccumError):
+    """A setting, argument or name that is not valid."""
+
+
+class OptimizerError(ConfigError):
+    """An optimizer that doesn't hold what is trained, or that an engine can't drive."""
+
+
+class FeatureError(MtaccumError, TypeError):
+    """Features or a batch of a type that can't be taken apart into tensors."""
+
+
+class BatchError(MtaccumError):
+    """A batch that can't be split, or that lacks an entry."""
+
+
+class LabelError(MtaccumError):
+    """A label outside the values that its task can learn from."""
+
+
+class TaskError(MtaccumError, RuntimeError):
+    """A head or a loss that failed; names the task and what it was given. The cause is chained."""
+
+
+class InplaceError(TaskError):
+    """A head or neck that writes into features which others read too."""
+
+
+class InexactWarning(UserWarning):
+    """Training goes on, but its gradient is not the one of the joint loss over the whole batch."""
+
+
+def unknown_name(kind: str, given: object, known: Iterable[object], hint: str = "") -> str:
+    """The message for a name that doesn't exist: the nearest one, then all there are."""
+    names = sorted(str(name) for name in known)
+    nearest = difflib.get_close_matches(str(given), names, n=1)
+    guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    listing = ", ".join(names) if names else "none"
+    return f"unknown {kind} {given!r}.{guess} Known: {listing}." + (f" {hint}" if hint else "")

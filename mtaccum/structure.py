@@ -1,0 +1,150 @@
+"""Nests of tensors: taking features and batches apart and putting them together again.
+
+A nest is a tensor, or tuples, lists, dicts, named tuples and dataclasses of nests. Integers, strings,
+None and other plain values may stand among the tensors and pass through. PyTorch's own pytree takes a
+dataclass that nobody registered for a leaf, and would then cut nothing; hence our own few lines.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtaccum.errors import FeatureError
+
+Unpack = Callable[[Any], Sequence[Any]]
+Pack = Callable[[Any, Sequence[Any]], Any]
+
+_registered: dict[type, tuple[Unpack, Pack]] = {}
+
+
+def register_structure(cls: type, unpack: Unpack, pack: Pack) -> None:
+    """Teach mtaccum to take apart a container of your own, in features and in batches.
+
+    Args:
+        cls: the container's type; subclasses are included.
+        unpack: ``unpack(value)`` returns the parts in a fixed order.
+        pack: ``pack(value, parts)`` returns a new container like ``value`` that holds ``parts``.
+    """
+    _registered[cls] = (unpack, pack)
+
+
+def _pack_dataclass(value: Any, parts: Sequence[Any]) -> Any:
+    names = [field.name for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):  # Hugging Face's ModelOutput is a dict and a dataclass at once
+        return type(value)(**dict(zip(names, parts, strict=True)))
+    clone = copy.copy(value)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(clone, name, part)  # also for frozen ones
+    return clone
+
+
+def _pack_mapping(value: Any, parts: Sequence[Any]) -> Any:
+    if not isinstance(value, MutableMapping):
+        return dict(zip(value, parts, strict=True))
+    clone = copy.copy(value)  # keeps the type, order and extras such as a default factory
+    for key, part in zip(list(value), parts, strict=True):
+        clone[key] = part
+    return clone
+
+
+def _pack_tuple(value: Any, parts: Sequence[Any]) -> Any:
+    make = getattr(type(value), "_make", type(value))
+    return make(parts)
+
+
+def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
+    """How to take ``value`` apart and put it together; None if it is a leaf."""
+    for cls in type(value).__mro__:
+        if cls in _registered:
+            return _registered[cls]
+    if isinstance(value, Tensor):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return lambda v: [getattr(v, f.name) for f in dataclasses.fields(v)], _pack_dataclass
+    if isinstance(value, Mapping):
+        return lambda v: [v[key] for key in v], _pack_mapping
+    if isinstance(value, tuple):
+        return list, _pack_tuple
+    if isinstance(value, list):
+        return list, lambda v, parts: type(v)(parts)
+    return None
+
+
+def _refuse_hidden_tensors(value: Any) -> None:
+    """Raise if an object that can't be taken apart holds tensors: they would silently not be cut."""
+    names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
+    held = [getattr(value, name, None) for name in names if isinstance(name, str)]
+    if isinstance(value, set | frozenset):
+        held += list(value)
+    if any(isinstance(item, Tensor) or _contains_tensor(item) for item in held):
+        cls = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise FeatureError(
+            f"features of type {cls} hold tensors, but mtaccum can't take that type apart. Valid are "
+            f"tensors in tuples, lists, dicts, named tuples and dataclasses. Return one of these, or "
+            f"register the type: mtaccum.register_structure({type(value).__name__}, unpack, pack)."
+        )
+
+
+def _contains_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    handler = unpacker(value)
+    return handler is not None and any(_contains_tensor(part) for part in handler[0](value))
+
+
+def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = True) -> Any:
+    """A nest like ``nest`` with each tensor replaced by ``function(tensor)``.
+
+    Args:
+        strict: raise FeatureError on an object that holds tensors where we can't reach them;
+            otherwise such an object passes through unchanged.
+    """
+    if isinstance(nest, Tensor) and type(nest) not in _registered:
+        return function(nest)
+    handler = unpacker(nest)
+    if handler is None:
+        if strict and not isinstance(nest, torch.nn.Module | type):
+            _refuse_hidden_tensors(nest)
+        return nest
+    unpack, pack = handler
+    return pack(nest, [map_tensors(part, function, strict=strict) for part in unpack(nest)])
+
+
+def tensors_of(nest: Any, *, strict: bool = True) -> list[Tensor]:
+    """The tensors of a nest, in a fixed order, repeated ones repeated."""
+    found: list[Tensor] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Tensor) and type(value) not in _registered:
+            found.append(value)
+        elif (handler := unpacker(value)) is not None:
+            for part in handler[0](value):
+                visit(part)
+        elif strict and not isinstance(value, torch.nn.Module | type):
+            _refuse_hidden_tensors(value)
+
+    visit(nest)
+    return found
+
+
+def detach(nest: Any) -> Any:
+    """The same nest without its graph; the tensors share their storage with the originals."""
+    return map_tensors(nest, Tensor.detach)
+
+
+def describe(nest: Any) -> str:
+    """Types and shapes in one line, for error messages: ``{c3: Tensor(8, 64, 16, 16), ...}``."""
+    if isinstance(nest, Tensor):
+        return f"Tensor{tuple(nest.shape)}".replace(",)", ")")
+    if isinstance(nest, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(nest[key])}" for key in nest) + "}"
+    handler = unpacker(nest)
+    if handler is None:
+        return type(nest).__name__
+    return f"{type(nest).__name__}(" + ", ".join(map(describe, handler[0](nest))) + ")"
