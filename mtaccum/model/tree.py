@@ -1,0 +1,246 @@
+"""MultiTaskModel: a trunk, necks and tasks as a tree of the user's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from mtaccum.batch import Inputs, call, get_field
+from mtaccum.errors import ConfigError, InplaceError, MtaccumError, TaskError, unknown_name
+from mtaccum.structure import describe
+
+if TYPE_CHECKING:  # tasks use the heads of this package; so this package only names their type
+    from mtaccum.tasks.base import Task
+
+ROOT = "inputs"
+TRUNK = "trunk"
+
+Tree = dict[str, Any]  # nodes by name, each with the tree of its children
+InputsFrom = str | int | Sequence[str] | Callable[[Any], Any]
+
+
+class Neck(nn.Module):
+    """A module shared by some tasks, between the trunk and their heads.
+
+    Args:
+        module: your module; it gets the features of ``on``.
+        on: name of the trunk or neck whose features it gets, or a tuple of names on one path of the
+            tree, for a tuple of their features.
+    """
+
+    def __init__(self, module: nn.Module, on: str | tuple[str, ...] = TRUNK) -> None:
+        super().__init__()
+        self.module = module
+        self.on = (on,) if isinstance(on, str) else tuple(on)
+
+    def forward(self, features: Any) -> Any:
+        return call(self.module, features)
+
+
+class MultiTaskModel(nn.Module):
+    """Your modules, and which of them feeds which.
+
+    Nodes are your own modules, not copies: their state dicts, export and inference stay as they were.
+
+    Args:
+        trunk: the module that all tasks share; None: each head gets the inputs itself, and the tasks are
+            independent models.
+        tasks: tasks by name.
+        inputs: what the trunk gets of a batch: a key or index (one positional argument), several keys
+            (keyword arguments of these names), or a function of the batch (its result is the one
+            positional argument).
+        necks: necks by name.
+
+    Raises:
+        ConfigError: no task; a name that is taken twice or can't be used; ``on`` names a node that
+            doesn't exist, nodes that aren't on one path, or a circle.
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module | None,
+        tasks: Mapping[str, Task],
+        *,
+        inputs: InputsFrom,
+        necks: Mapping[str, Neck] | None = None,
+    ) -> None:
+        super().__init__()
+        if not tasks:
+            raise ConfigError("a MultiTaskModel needs at least one task; tasks is empty.")
+        necks = necks or {}
+        _check_names(trunk, tasks, necks)
+        self.trunk = trunk
+        self.necks = nn.ModuleDict(dict(necks))
+        self.tasks = nn.ModuleDict(dict(tasks))
+        self._inputs_from = inputs
+        nodes = {**self.necks, **self.tasks}
+        on = {name: cast("Neck | Task", node).on for name, node in nodes.items()}
+        if trunk is None:
+            on = {name: tuple(ROOT if n == TRUNK else n for n in given) for name, given in on.items()}
+        self._on = {TRUNK: (ROOT,), **on}
+        self.paths = _paths(trunk is not None, on, set(self.necks))
+        """For each node the names of the nodes from the trunk to it, itself included."""
+
+    def task(self, name: str) -> Task:
+        """The task of that name, or ConfigError."""
+        if name not in self.tasks:
+            raise ConfigError(unknown_name("task", name, self.tasks))
+        return cast("Task", self.tasks[name])
+
+    def tasks_by_name(self) -> dict[str, Task]:
+        """All tasks, in the order they were given."""
+        return {name: self.task(name) for name in self.tasks}
+
+    @property
+    def reads_fields(self) -> bool:
+        """Whether the inputs are entries of the batch, so that a batch can't be a bare tensor."""
+        return not callable(self._inputs_from)
+
+    def node(self, name: str) -> nn.Module:
+        """The trunk, neck or task of that name."""
+        if name == TRUNK and self.trunk is not None:
+            return self.trunk
+        return self.necks[name] if name in self.necks else self.task(name)
+
+    def inputs(self, batch: Any) -> Any:
+        """What the trunk gets of a batch."""
+        source = self._inputs_from
+        if isinstance(source, str | int):
+            return get_field(batch, source)
+        if callable(source):
+            return source(batch)
+        return Inputs({key: get_field(batch, key) for key in source})
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Names of the nodes whose features this node gets; ``inputs`` for what comes from the batch."""
+        return self._on[name]
+
+    def gather(self, name: str, features: Mapping[str, Any]) -> Any:
+        """What node ``name`` gets, out of all features by node: one nest, or a tuple of them."""
+        parts = tuple(features[source] for source in self.sources(name))
+        return parts[0] if len(parts) == 1 else parts
+
+    def run(self, name: str, features: Mapping[str, Any], batch: Any) -> Any:
+        """Forward of one node: the features of a trunk or neck, the prediction of a task.
+
+        Raises:
+            TaskError: it failed; names the node and what it was given.
+        """
+        given, module = self.gather(name, features), self.node(name)
+        with named_errors(lambda: f"{self.describe_node(name)}, given {describe(given)}"):
+            return module(given, batch) if name in self.tasks else call(module, given)
+
+    def describe_node(self, name: str) -> str:
+        """``task 'seg' (head DenseHead on 'trunk')``, for error messages."""
+        on = " and ".join(map(repr, self.sources(name)))
+        if name in self.tasks:
+            return f"task {name!r} (head {type(self.task(name).head).__name__} on {on})"
+        module = self.node(name)
+        module = module.module if isinstance(module, Neck) else module
+        return f"{'trunk' if name == TRUNK else f'neck {name!r}'} ({type(module).__name__} on {on})"
+
+    def tree(self, tasks: Iterable[str]) -> Tree:
+        """The part of the tree that leads to ``tasks``, as a dict of dicts in depth-first order."""
+        tree: Tree = {}
+        for task in tasks:
+            node = tree
+            for name in self.paths[task]:
+                node = node.setdefault(name, {})
+        return tree
+
+    def enabled_tasks(self) -> list[str]:
+        """Names of the tasks that training runs."""
+        return [name for name in self.tasks if self.task(name).enabled]
+
+    def forward(self, batch: Any, tasks: Iterable[str] | None = None) -> dict[str, Any]:
+        """Predictions by task.
+
+        Args:
+            batch: needs to hold the inputs only.
+            tasks: which tasks; None: all that are enabled.
+        """
+        chosen = self.enabled_tasks() if tasks is None else [name for name in tasks if self.task(name)]
+        predictions: dict[str, Any] = {}
+
+        def walk(tree: Tree, features: dict[str, Any]) -> None:
+            for name, children in tree.items():
+                output = self.run(name, features, batch)
+                if name in self.tasks:
+                    predictions[name] = output
+                walk(children, {**features, name: output})
+
+        walk(self.tree(chosen), {ROOT: self.inputs(batch)})
+        return predictions
+
+
+@contextmanager
+def named_errors(where: Callable[[], str]) -> Iterator[None]:
+    """Say in which node an error happened. Running out of memory keeps its type, so that callers can
+    react to it."""
+    try:
+        yield
+    except (InplaceError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, AttributeError, LookupError, MtaccumError) as error:
+        raise TaskError(f"{where()}: {error}") from error
+
+
+def _check_names(trunk: nn.Module | None, tasks: Mapping[str, Task], necks: Mapping[str, Neck]) -> None:
+    for name, task in tasks.items():
+        if not (isinstance(task, nn.Module) and hasattr(task, "loss") and hasattr(task, "count")):
+            raise ConfigError(f"task {name!r} is a {type(task).__name__}; it must be a mtaccum.Task.")
+    for name, neck in necks.items():
+        if not isinstance(neck, Neck):
+            raise ConfigError(f"neck {name!r} is a {type(neck).__name__}; wrap it: Neck(module, on=...).")
+    if trunk is not None and not isinstance(trunk, nn.Module):
+        raise ConfigError(f"the trunk is a {type(trunk).__name__}; it must be a torch.nn.Module or None.")
+    for name in (*tasks, *necks):
+        if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
+            raise ConfigError(
+                f"a node can't be called {name!r}: use a word without dots that ModuleDict doesn't use."
+            )
+        if name in (TRUNK, ROOT):
+            raise ConfigError(f"a node can't be called {name!r}: that name has a meaning of its own.")
+    if twice := set(tasks) & set(necks):
+        raise ConfigError(f"two nodes are called {min(twice)!r}, a task and a neck; rename one of them.")
+
+
+def _paths(
+    has_trunk: bool, sources: Mapping[str, tuple[str, ...]], necks: set[str]
+) -> dict[str, tuple[str, ...]]:
+    """For each node the path from the trunk to it; checks that the nodes form a tree."""
+    paths: dict[str, tuple[str, ...]] = {ROOT: ()}
+    if has_trunk:
+        paths[TRUNK] = (TRUNK,)
+
+    def path(name: str, below: tuple[str, ...]) -> tuple[str, ...]:
+        if name in paths:
+            return paths[name]
+        if name in below:
+            raise ConfigError(f"necks feed each other in a circle: {' <- '.join((*below, name))}.")
+        on = sources[name]
+        for source in on:
+            if source in sources and source not in necks:
+                raise ConfigError(
+                    f"{name!r} is on the task {source!r}. Heads can't feed other nodes: put what they "
+                    f"share into a Neck, and both on it."
+                )
+            if source not in paths and source not in necks:
+                known = (set(paths) | necks) - {name}
+                raise ConfigError(unknown_name(f"node that {name!r} is on,", source, known))
+        deepest = max((path(source, (*below, name)) for source in on), key=len, default=())
+        if not on or (off := [source for source in on if source not in (ROOT, *deepest)]):
+            raise ConfigError(
+                f"{name!r} is on {' and '.join(map(repr, on)) or 'no node'}, which must be nodes on one path "
+                f"of the tree" + (f"; {off[0]!r} doesn't lead to {deepest[-1]!r}." if on else ".")
+            )
+        paths[name] = (*deepest, name)
+        return paths[name]
+
+    for name in sources:
+        path(name, ())
+    return paths

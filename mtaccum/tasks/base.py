@@ -1,0 +1,134 @@
+"""Task: one objective. Its head, its loss, how many labels it counts, its metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from mtaccum.batch import batch_size_of, call, get_field
+from mtaccum.errors import ConfigError, TaskError, unknown_name
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+MODES = ("train", "frozen", "detached", "off")
+
+Loss = Tensor | Mapping[str, Tensor]
+
+
+class Task(nn.Module):
+    """One objective of a multi-task model: a head, a loss, a count of labels, metrics.
+
+    Subclass it and write ``loss``; the rest has defaults.
+
+    Args:
+        head: the module that turns features into a prediction.
+        target: the batch's entry that holds the labels (key, position or attribute). None: the task
+            needs no labels (an autoencoder, say), and every sample counts.
+        weight: factor of this task's loss in the sum; finite, not negative. 0 switches the task off.
+        on: name of the trunk or neck whose features the head gets, or a tuple of names on one path of
+            the tree, for a tuple of their features. Without a trunk: the inputs.
+        mode: ``train``; ``frozen``: the trunk learns from this task, its head doesn't; ``detached``: the
+            head learns, the trunk doesn't; ``off``: not run at all.
+
+    Raises:
+        ConfigError: a weight that is negative or not finite, or an unknown mode.
+    """
+
+    additive: ClassVar[bool] = True
+    """Whether the loss is a mean over labels whose number is known beforehand. Losses that aren't (Dice,
+    contrastive, matched detection) are exact with one micro-batch only; set this to False for them."""
+
+    label_limits: tuple[float, float] | None = None
+    """Smallest and largest valid label, checked against ``label_range`` before the first forward."""
+
+    def __init__(
+        self,
+        head: nn.Module,
+        target: str | int | None,
+        weight: float = 1.0,
+        on: str | tuple[str, ...] = "trunk",
+        mode: str = "train",
+    ) -> None:
+        super().__init__()
+        if not isinstance(head, nn.Module):
+            raise ConfigError(
+                f"head must be a torch.nn.Module, got {type(head).__name__}. For a task without "
+                f"parameters pass torch.nn.Identity()."
+            )
+        if mode not in MODES:
+            raise ConfigError(unknown_name("task mode", mode, MODES))
+        self.head = head
+        self.target = target
+        self.weight = weight
+        self.on = (on,) if isinstance(on, str) else tuple(on)
+        self.mode = mode
+
+    @property
+    def weight(self) -> float:
+        """Factor of this task's loss in the sum; may be changed between steps."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+        ):
+            raise ConfigError(
+                f"weight must be a finite number of at least 0, got {value!r}. 0 switches the task off; "
+                f"to maximise something, return its negative from loss()."
+            )
+        self._weight = float(value)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether training runs this task."""
+        return self.mode != "off" and self.weight > 0
+
+    def forward(self, features: Any, batch: Any) -> Any:
+        """The prediction.
+
+        Args:
+            features: what the node(s) in ``on`` hand on.
+            batch: the micro-batch, for masks, decoder inputs, image sizes. In training it holds the
+                labels too; at inference only what the caller gave, so don't rely on them.
+        """
+        return call(self.head, features)
+
+    def loss(self, prediction: Any, batch: Any) -> Loss:
+        """The loss as a 0-d tensor: the mean over this micro-batch's valid labels.
+
+        Return a dict of named parts to have each of them logged; their sum is the loss.
+        """
+        raise TaskError(f"{type(self).__name__} has no loss(): define loss(self, prediction, batch).")
+
+    def count(self, batch: Any) -> Any:
+        """How many labels ``loss`` is a mean over (or the sum of their weights); 0: nothing to learn.
+
+        It is called before any forward, where the batch lies. By default the number of samples, or 0
+        if the batch lacks the target or it is None. Return a number or a 0-d tensor.
+        """
+        if self.target is None:
+            return batch_size_of(batch)
+        target = get_field(batch, self.target, None)
+        if target is None:
+            return 0
+        return len(target) if hasattr(target, "__len__") else batch_size_of(batch)
+
+    def label_range(self, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Smallest and largest valid label in the batch as 0-d tensors, to be held against
+        ``label_limits``; None: not checked. Not called where ``count`` is the number 0."""
+        return None
+
+    def metrics(self) -> dict[str, Metric]:
+        """New torchmetrics objects by name, for one evaluation. The mean loss is always reported too."""
+        return {}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], prediction: Any, batch: Any) -> None:
+        """Feed one batch to the objects that ``metrics()`` made."""
