@@ -1,0 +1,77 @@
+"""mtaccum: train many heads on one trunk with the memory of the trunk plus one head."""
+
+from typing import TYPE_CHECKING, Any
+
+from mtaccum.batch import register_split, split_batch
+from mtaccum.engine import (
+    Engine,
+    StepResult,
+    WindowPlan,
+    sequential_backward,
+    split_backward,
+    windows,
+)
+from mtaccum.errors import (
+    BatchError,
+    ConfigError,
+    FeatureError,
+    InexactWarning,
+    InplaceError,
+    LabelError,
+    MtaccumError,
+    OptimizerError,
+    TaskError,
+)
+from mtaccum.model import MultiTaskModel, Neck
+from mtaccum.structure import register_structure
+from mtaccum.tasks import Classification, Regression, Segmentation, Task, register_task
+
+if TYPE_CHECKING:
+    from mtaccum.config import load
+    from mtaccum.training import evaluate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "Classification",
+    "ConfigError",
+    "Engine",
+    "FeatureError",
+    "InexactWarning",
+    "InplaceError",
+    "LabelError",
+    "MtaccumError",
+    "MultiTaskModel",
+    "Neck",
+    "OptimizerError",
+    "Regression",
+    "Segmentation",
+    "StepResult",
+    "Task",
+    "TaskError",
+    "WindowPlan",
+    "__version__",
+    "evaluate",
+    "load",
+    "register_split",
+    "register_structure",
+    "register_task",
+    "sequential_backward",
+    "split_backward",
+    "split_batch",
+    "windows",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the one needs hydra, the other torchmetrics, and a loop of your own needs neither.
+    if name == "load":
+        from mtaccum.config import load
+
+        return load
+    if name == "evaluate":
+        from mtaccum.training import evaluate
+
+        return evaluate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

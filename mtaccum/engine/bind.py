@@ -1,0 +1,88 @@
+"""Binding: a model's tree and one micro-batch become the nodes that a schedule walks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtaccum.engine.replay import frozen
+from mtaccum.engine.result import LossLog
+from mtaccum.engine.schedules import Features, Node
+from mtaccum.engine.window import WindowPlan
+from mtaccum.errors import TaskError
+from mtaccum.model.tree import MultiTaskModel, Tree, named_errors
+from mtaccum.structure import describe, detach
+from mtaccum.tasks.base import Loss
+
+
+def bind(
+    model: MultiTaskModel,
+    batch: Any,
+    plan: WindowPlan,
+    micro_batch: int,
+    active: Sequence[str],
+    log: LossLog,
+) -> tuple[list[Node], Any]:
+    """The nodes that lead to the active tasks, and the inputs that the roots get.
+
+    Args:
+        batch: the micro-batch, on the model's device.
+        micro_batch: its index in the window of ``plan``.
+        active: the tasks that have labels in it; the others are not run.
+        log: is told each task's loss.
+    """
+
+    def nodes(tree: Tree) -> tuple[Node, ...]:
+        return tuple(leaf(name) if name in plan.counts else inner(name, tree[name]) for name in tree)
+
+    def inner(name: str, below: Tree) -> Node:
+        return Node(
+            name,
+            run=lambda features: model.run(name, features, batch),
+            children=nodes(below),
+            module=model.node(name),
+        )
+
+    def leaf(name: str) -> Node:
+        task = model.task(name)
+        scale = plan.scale(name, micro_batch)
+
+        def run(features: Features) -> Tensor:
+            if task.mode == "detached":
+                features = {node: detach(nest) for node, nest in features.items()}
+            with frozen(task) if task.mode == "frozen" else nullcontext():
+                prediction = model.run(name, features, batch)
+                with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
+                    loss = task.loss(prediction, batch)
+                    total = sum_of_parts(loss)
+            log.add(name, micro_batch, loss, total)
+            return total * scale
+
+        return Node(name, run, learns=task.mode != "detached")
+
+    return list(nodes(model.tree(active))), model.inputs(batch)
+
+
+def sum_of_parts(loss: Loss | float) -> Tensor:
+    """The loss as one 0-d tensor: itself, or the sum of its named parts.
+
+    Raises:
+        TaskError: it is neither a single number nor a dict of such.
+    """
+    if isinstance(loss, Mapping):
+        if not loss:
+            raise TaskError("it returned an empty dict; return at least one part.")
+        parts = [sum_of_parts(part) for part in loss.values()]
+        return sum(parts[1:], start=parts[0])
+    if isinstance(loss, int | float):
+        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TaskError(
+            f"it returned {describe(loss)}; it must be a 0-d tensor, the mean over the micro-batch's valid "
+            f"labels, or a dict of such parts."
+        )
+    return loss.reshape(())

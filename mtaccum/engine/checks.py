@@ -1,0 +1,72 @@
+"""What an engine refuses to work with, said before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mtaccum.errors import BatchError, ConfigError, OptimizerError
+from mtaccum.model.tree import MultiTaskModel
+
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+
+
+def check_model(model: Any) -> None:
+    """Refuse anything but a MultiTaskModel free of parallel wrappers.
+
+    A wrapper would reduce gradients in every backward, of which a step has several.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else [model]
+    if wrapped := {type(module).__name__ for module in modules} & _WRAPPERS:
+        raise ConfigError(
+            f"the model is wrapped by {min(wrapped)}, which reduces gradients in each backward, while a step "
+            f"here has several. Give the bare modules to MultiTaskModel."
+        )
+    if not isinstance(model, MultiTaskModel):
+        raise ConfigError(
+            f"the engine needs a MultiTaskModel, got {type(model).__name__}: "
+            f"MultiTaskModel(trunk, tasks, inputs=...). For a loop without tasks use split_backward."
+        )
+
+
+def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that lacks a trainable parameter or needs a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step needs a closure, which would run the model several times in a "
+            f"step. Use an optimizer that steps from gradients."
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    tasks = model.tasks_by_name()
+    idle = tuple(f"tasks.{n}." for n, task in tasks.items() if not task.enabled or task.mode == "frozen")
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in held and not name.startswith(idle)
+    ]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise OptimizerError(
+            f"the optimizer doesn't hold {len(missing)} trainable parameters: "
+            f"{', '.join(missing[:5])}{more}. Build it from model.parameters(), or set "
+            f"requires_grad_(False) on what shall not be trained."
+        )
+
+
+def check_window(model: MultiTaskModel, window: Sequence[Any]) -> None:
+    """Refuse a batch given in place of a window of batches."""
+    if not isinstance(window, list):
+        raise BatchError(
+            f"a window is a list of micro-batches, got {type(window).__name__}. For a single batch: [batch]; "
+            f"to cut one: split_batch(batch, K)."
+        )
+    if model.reads_fields and any(isinstance(batch, Tensor) for batch in window):
+        raise BatchError(
+            "a window is a list of micro-batches, but this list holds tensors: it looks like a batch. Wrap "
+            "it: [batch]."
+        )

@@ -1,0 +1,130 @@
+"""The on-ramp: one call on the user's own modules, without tasks, engine or configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mtaccum.engine.bind import sum_of_parts
+from mtaccum.engine.schedules import Backward, Features, Node, split
+from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.model.tree import named_errors
+
+_TRUNK = "features"
+
+
+def split_backward(
+    features: Any,
+    losses: Mapping[str, Callable[[Any], Tensor]],
+    *,
+    weights: Mapping[str, float] | None = None,
+    recompute: bool = False,
+    backward: Backward = Tensor.backward,
+) -> dict[str, Tensor]:
+    """Add the gradient of the weighted sum of all losses to ``.grad``, one head's graph at a time.
+
+    The same gradients as ``sum(weight * loss).backward()``, in the memory of the trunk plus one head and
+    in one trunk pass: each loss runs on detached features and finishes its backward before the next one
+    starts; then one backward goes through the trunk, from the sum of the gradients at the features.
+
+        features = net.backbone(image)
+        losses = split_backward(features, {
+            "seg": lambda f: F.cross_entropy(net.seg(f), y_seg),
+            "depth": lambda f: F.l1_loss(net.depth(f), y_depth),
+        })
+        optimizer.step()
+
+    Args:
+        features: what the trunk returned, any nest of tensors; or a function without arguments that runs
+            the trunk.
+        losses: for each task a function of the features (use its argument, not the variable outside) that
+            runs the head and returns the loss, a 0-d tensor or a dict of parts whose sum it is.
+        weights: factor of each loss, by task; 1 where not given. A loss of weight 0 is not run.
+        recompute: run the trunk without keeping its graph, and once more for its backward; needs
+            ``features`` as a function. Dropout and running statistics are as if it ran once.
+        backward: called once with each weighted loss instead of ``loss.backward()``.
+
+    Returns:
+        The losses by task: detached, 0-d, before weighting.
+
+    Raises:
+        ConfigError: no losses, weights that are unknown, negative or not finite, or ``recompute`` without
+            a function.
+        TaskError: a head or loss failed; InplaceError: it writes into the shared features.
+        FeatureError: features of a type that can't be taken apart.
+    """
+    if recompute and not callable(features):
+        raise ConfigError(
+            "recompute=True needs a function that runs the trunk: "
+            "split_backward(lambda: net.backbone(x), ...)."
+        )
+    done: dict[str, Tensor] = {}
+    leaves = _leaves(losses, weights, backward, done, takes_features=True)
+    if not leaves:  # all weights are 0
+        return done
+    run: Callable[[Features], Any] = (lambda _: features()) if callable(features) else (lambda _: features)
+    split([Node(_TRUNK, run, leaves, recompute=recompute)], {}, backward)
+    return done
+
+
+def sequential_backward(
+    losses: Mapping[str, Callable[[], Tensor]],
+    *,
+    weights: Mapping[str, float] | None = None,
+    backward: Backward = Tensor.backward,
+) -> dict[str, Tensor]:
+    """Add the gradient of the weighted sum of all losses to ``.grad``, one loss after the other.
+
+    For independent models: each function runs its own model, and its graph is freed before the next one
+    runs. A trunk that several of them run does so several times, and so do its dropout and its running
+    statistics; ``split_backward`` is for that.
+
+        losses = sequential_backward({
+            "a": lambda: loss1(model1(x), y),
+            "b": lambda: loss2(model2(x), y),
+        })
+
+    Args, returns and raises: as in ``split_backward``; the functions take no argument.
+    """
+    done: dict[str, Tensor] = {}
+    split(_leaves(losses, weights, backward, done, takes_features=False), {}, backward)
+    return done
+
+
+def _leaves(
+    losses: Mapping[str, Callable[..., Any]],
+    weights: Mapping[str, float] | None,
+    backward: Backward,
+    done: dict[str, Tensor],
+    takes_features: bool,
+) -> tuple[Node, ...]:
+    if not isinstance(losses, Mapping) or not losses:
+        raise ConfigError('losses must be a dict with at least one task: {"seg": lambda f: ...}.')
+    for name, function in losses.items():
+        if not callable(function):
+            raise ConfigError(
+                f"the loss of {name!r} is a {type(function).__name__}; it must be a function, so that it "
+                f"runs when its turn comes: lambda{' f' if takes_features else ''}: ..."
+            )
+    weights = dict(weights or {})
+    for name, weight in weights.items():
+        if name not in losses:
+            raise ConfigError(unknown_name("task in weights", name, losses))
+        if not math.isfinite(weight) or weight < 0:
+            raise ConfigError(f"the weight of {name!r} must be finite and at least 0, got {weight!r}.")
+
+    def leaf(name: str) -> Node:
+        function, weight = losses[name], weights.get(name, 1.0)
+
+        def run(above: Features) -> Tensor:
+            with named_errors(lambda: f"task {name!r}"):
+                loss = sum_of_parts(function(above[_TRUNK]) if takes_features else function())
+            done[name] = loss.detach()
+            return loss * weight
+
+        return Node(name, run)
+
+    return tuple(leaf(name) for name in losses if weights.get(name, 1.0) > 0)

@@ -1,0 +1,118 @@
+"""Replay: what runs twice on the same micro-batch must see and change the same as if it ran once.
+
+A second forward would draw other dropout masks and move running statistics once more. So before a first
+pass the random state and the buffers are remembered; a repeat draws the same numbers again, and works on
+throwaway copies of the buffers as they were. Switching ``track_running_stats`` off instead does not do:
+only BatchNorm has it, and normalisation by spectral norm, say, would still take another step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Buffers = dict[str, Tensor | None]
+
+
+class Replay:
+    """Remembers the state before a first pass, and replays it for the repeats."""
+
+    def __init__(self) -> None:
+        self._rng: _RandomState | None = None
+        self._buffers: dict[int, tuple[nn.Module, Buffers]] = {}
+
+    @contextmanager
+    def first(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Around the first pass.
+
+        Args:
+            module: what the pass runs. None where that isn't known, as in a user's function: then each
+                module is remembered when it is called, by a hook on all modules.
+        """
+        self._rng = _RandomState()
+        if module is not None:
+            self._remember(module)
+            yield
+            return
+        hook = nn.modules.module.register_module_forward_pre_hook(
+            lambda called, _args: self._remember(called)
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def repeat(self) -> Iterator[None]:
+        """Around each repeat. Afterwards buffers and random state are as they were before it."""
+        assert self._rng is not None, "repeat before first"
+        now = _RandomState()
+        try:
+            with throwaway_buffers(self._buffers.values()):
+                self._rng.restore()
+                yield
+        finally:
+            now.restore()
+
+    def _remember(self, module: nn.Module) -> None:
+        for part in module.modules():
+            if id(part) not in self._buffers:
+                self._buffers[id(part)] = (part, _copied(part._buffers))
+
+
+@contextmanager
+def throwaway_buffers(values: Iterable[tuple[nn.Module, Buffers]]) -> Iterator[None]:
+    """Let modules work on copies of the given values of their own buffers; afterwards theirs are back,
+    untouched."""
+    values = list(values)
+    live = [(module, dict(module._buffers)) for module, _ in values]
+    try:
+        for module, buffers in values:
+            module._buffers.update(_copied(buffers))
+        yield
+    finally:
+        for module, own in live:
+            module._buffers.update(own)
+
+
+@contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Let a module pass gradients on without learning: no gradient for its parameters, and its buffers
+    (running statistics) stay as they are. Only forwards run inside are concerned, so a parameter that
+    another module shares still learns from that one."""
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        with throwaway_buffers((part, part._buffers) for part in module.modules()):
+            yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _copied(buffers: Buffers) -> Buffers:
+    return {name: None if value is None else value.detach().clone() for name, value in buffers.items()}
+
+
+class _RandomState:
+    """The state of all generators that a forward may draw from, taken when constructed."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._numpy: Any = np.random.get_state()
+        self._python = random.getstate()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)

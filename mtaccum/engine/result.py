@@ -1,0 +1,75 @@
+"""What a step reports: the losses of a window, gathered while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtaccum.engine.window import WindowPlan
+from mtaccum.tasks.base import Loss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What happened in one window. Holds no graph; tensors stay on the model's device.
+
+    Attributes:
+        losses: for each task that was run, the mean loss over the window's valid labels (0-d, detached).
+        parts: the same for each named part of a loss that is a dict, by ``task/part``.
+        counts: for each enabled task the number (or weight) of its valid labels in the window.
+        skipped: why an enabled task was not run in this window: ``{"depth": "no labels"}``.
+        micro_batches: how many micro-batches the window had.
+        grad_norm: norm of all gradients together before clipping (0-d); None without a step.
+        stepped: whether the optimizer stepped. A window without any label is no step.
+    """
+
+    losses: Mapping[str, Tensor]
+    parts: Mapping[str, Tensor]
+    counts: Mapping[str, float]
+    skipped: Mapping[str, str]
+    micro_batches: int
+    grad_norm: Tensor | None = None
+    stepped: bool = False
+
+
+class LossLog:
+    """Adds up each task's loss over a window, without a graph and without waiting for the device."""
+
+    def __init__(self, plan: WindowPlan) -> None:
+        self._plan = plan
+        self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor) -> None:
+        """Note the loss of one micro-batch: the mean over its labels, as ``Task.loss`` returned it, and
+        its sum over parts."""
+        count = self._plan.counts[task][micro_batch]
+        self._add(task, total, count)
+        if isinstance(loss, Mapping):
+            for part, value in loss.items():
+                self._add(f"{task}/{part}", torch.as_tensor(value), count)
+
+    def _add(self, name: str, value: Tensor, count: float) -> None:
+        # in double, so that the mean of K equal losses is that loss again
+        wide = torch.float32 if value.device.type == "mps" else torch.float64
+        weighted = value.detach().to(wide) * count
+        self._dtypes[name] = value.dtype
+        self._sums[name] = weighted if name not in self._sums else self._sums[name] + weighted
+
+    def result(self, micro_batches: int) -> StepResult:
+        """The means over the window."""
+        totals = self._plan.totals
+        means = {
+            name: (value / totals[name.split("/")[0]]).to(self._dtypes[name])
+            for name, value in self._sums.items()
+        }
+        return StepResult(
+            losses={name: mean for name, mean in means.items() if name in totals},
+            parts={name: mean for name, mean in means.items() if name not in totals},
+            counts=totals,
+            skipped={name: "no labels" for name, total in totals.items() if total == 0},
+            micro_batches=micro_batches,
+        )

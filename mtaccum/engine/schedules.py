@@ -1,0 +1,193 @@
+"""The three schedules: in which order the forwards and backwards of one micro-batch run.
+
+Each walks a forest of nodes depth-first, so the forwards run in the same order in all three. None of them
+keeps a graph longer than its own backward (there is no ``retain_graph``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtaccum.engine.cut import Cut
+from mtaccum.engine.replay import Replay
+from mtaccum.errors import InplaceError, TaskError
+from mtaccum.structure import tensors_of
+
+Features = Mapping[str, Any]
+Backward = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One forward to run on one micro-batch.
+
+    Attributes:
+        name: under which its children find its features.
+        run: takes the features of all nodes above by name. A node with children returns its own
+            features; one without returns its loss, a 0-d tensor, already scaled.
+        children: the nodes that get its features.
+        module: whose buffers a repeat must not move; None if unknown.
+        learns: whether the gradient of this loss goes to the nodes above (leaves only).
+        recompute: run the forward without a graph, and once more for the backward (``split`` only).
+    """
+
+    name: str
+    run: Callable[[Features], Any]
+    children: tuple[Node, ...] = ()
+    module: nn.Module | None = None
+    learns: bool = True
+    recompute: bool = False
+
+    @property
+    def needs_graph(self) -> bool:
+        """Whether any loss below sends a gradient into this node."""
+        return any(c.needs_graph if c.children else c.learns for c in self.children)
+
+
+def summed(roots: Sequence[Node], above: Features, backward: Backward) -> None:
+    """The baseline: all forwards, the sum of the losses, one backward. Alive at the peak: everything."""
+    losses: list[Tensor] = []
+
+    def walk(node: Node, above: Features) -> None:
+        if not node.children:
+            losses.append(run_leaf(node, above))
+            return
+        features = run_inner(node, above, graph=node.needs_graph)
+        for child in node.children:
+            walk(child, {**above, node.name: features})
+
+    for root in roots:
+        walk(root, above)
+    if with_graph := [loss for loss in losses if loss.requires_grad]:
+        backward(sum(with_graph[1:], start=with_graph[0]))
+
+
+def sequential(roots: Sequence[Node], above: Features, backward: Backward) -> None:
+    """For each loss: its whole path forward, backward, free. Alive at the peak: one path.
+
+    A node on several paths runs once for each; the repeats see and change what the first one did.
+    """
+    replays: dict[str, Replay] = {}
+    for *inner, leaf in paths(roots):
+        features = dict(above)
+        for node in inner:
+            with _once(node, replays):
+                features[node.name] = run_inner(node, features, graph=leaf.learns)
+        run_backward(run_leaf(leaf, features), backward)
+
+
+def split(roots: Sequence[Node], above: Features, backward: Backward) -> None:
+    """Run a node, cut its features, let each child finish, send the gradient back through the node.
+
+    Alive at the peak: the trunk and one head (with ``recompute``: one node).
+    """
+    for node in roots:
+        if node.children:
+            _split_at(node, above, backward)
+        else:
+            run_backward(run_leaf(node, above), backward)
+
+
+def _split_at(node: Node, above: Features, backward: Backward) -> None:
+    again = node.recompute and node.needs_graph
+    replay = Replay()
+    with replay.first(node.module) if again else nullcontext():
+        features = run_inner(node, above, graph=node.needs_graph and not again)
+    cut = Cut(features, pending=again)
+    split(node.children, {**above, node.name: cut.features}, backward)
+    if again:
+        del features  # before the same ones are made again
+        with replay.repeat():
+            features = run_inner(node, above, graph=True)
+    cut.send_back(features)
+
+
+SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
+    "summed": summed,
+    "sequential": sequential,
+    "split": split,
+}
+
+
+def paths(roots: Sequence[Node]) -> Iterator[tuple[Node, ...]]:
+    """The paths from a root to each leaf, in depth-first order."""
+    for node in roots:
+        if not node.children:
+            yield (node,)
+        for path in paths(node.children):
+            yield (node, *path)
+
+
+def _once(node: Node, replays: dict[str, Replay]) -> AbstractContextManager[None]:
+    """The first pass of a node on this micro-batch, or a replay of it."""
+    if node.name in replays:
+        return replays[node.name].repeat()
+    if sum(1 for _ in paths(node.children)) == 1:
+        return nullcontext()  # on one path only: there will be no repeat
+    replays[node.name] = Replay()
+    return replays[node.name].first(node.module)
+
+
+def run_inner(node: Node, above: Features, *, graph: bool) -> Any:
+    """Features of a node with children, with or without the graph that made them."""
+    with torch.set_grad_enabled(graph):
+        return _run(node, above)
+
+
+def run_leaf(node: Node, above: Features) -> Tensor:
+    """The scaled loss of a node without children."""
+    with torch.enable_grad():
+        loss: Tensor = _run(node, above)
+        return loss
+
+
+def run_backward(loss: Tensor, backward: Backward) -> None:
+    """Backward of one loss; a constant one has none."""
+    if not loss.requires_grad:
+        return
+    try:
+        backward(loss)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise TaskError(
+                "a loss reached a graph that another loss's backward had freed already. Compute each loss "
+                "from the features passed to its function, not from a variable outside of it."
+            ) from error
+        raise
+
+
+def _run(node: Node, above: Features) -> Any:
+    """Run a node and make sure that it left alone what others read too.
+
+    Without the check a head with an in-place ReLU in front would change what the next one sees: PyTorch
+    complains only if the tensor is a leaf or is needed for a backward.
+    """
+    shared = tensors_of(dict(above), strict=False)
+    versions = [_version(tensor) for tensor in shared]
+    try:
+        result = node.run(above)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
+            raise InplaceError(_inplace_message(node)) from error
+        raise
+    if versions != [_version(tensor) for tensor in shared]:
+        raise InplaceError(_inplace_message(node))
+    return result
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _inplace_message(node: Node) -> str:
+    return (
+        f"{node.name!r} writes in place into the features it was given, which other nodes read too. Let "
+        f"its first operation make a new tensor: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y "
+        f"instead of x += y, or x.clone() first."
+    )

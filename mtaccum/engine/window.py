@@ -1,0 +1,136 @@
+"""Windows: the micro-batches of one optimizer step, and what is known of their labels beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mtaccum.errors import ConfigError, LabelError, TaskError
+from mtaccum.tasks.base import Task
+
+T = TypeVar("T")
+
+
+def windows(loader: Iterable[T], group: int = 1) -> Iterator[list[T]]:
+    """Lists of up to ``group`` consecutive batches; the last one holds what is left.
+
+    The batch size is then ``group`` times the loader's. To keep the batch size and cut it into
+    micro-batches instead, use ``split_batch``.
+    """
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
+        raise ConfigError(f"group must be a whole number of at least 1, got {group!r}.")
+
+    def generate() -> Iterator[list[T]]:
+        window: list[T] = []
+        for batch in loader:
+            window.append(batch)
+            if len(window) == group:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    return generate()
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """How many labels each task has in each micro-batch of a window.
+
+    Computed before the first forward, from the labels where they lie; the step itself then reads no
+    tensor's values, so it never waits for a device.
+
+    Attributes:
+        counts: for each enabled task its count in each micro-batch.
+        weights: for each enabled task its weight.
+    """
+
+    counts: Mapping[str, tuple[float, ...]]
+    weights: Mapping[str, float]
+
+    @classmethod
+    def of(cls, tasks: Mapping[str, Task], window: Sequence[Any]) -> WindowPlan:
+        """Count the labels of the enabled ones of ``tasks``, and check their range.
+
+        Raises:
+            LabelError: a label out of its task's range; names task, value and range.
+            TaskError: a count that is negative or not finite, or a ``count`` that failed.
+        """
+        enabled = {name: task for name, task in tasks.items() if task.enabled}
+        raw = {name: [_count(name, task, batch) for batch in window] for name, task in enabled.items()}
+        ranges = {
+            name: [
+                task.label_range(batch) if task.label_limits and isinstance(n, Tensor) else None
+                for n, batch in zip(raw[name], window, strict=True)
+            ]
+            for name, task in enabled.items()
+        }
+        values = iter(_read([*_flat(raw.values()), *_flat(_flat(r) for r in ranges.values())]))
+        counts = {name: tuple(next(values) for _ in numbers) for name, numbers in raw.items()}
+        for name, bounds in ranges.items():
+            for index, bound in enumerate(bounds):
+                if bound is not None:
+                    _check_labels(name, enabled[name], next(values), next(values), index)
+        for name, numbers in counts.items():
+            if bad := [n for n in numbers if not math.isfinite(n) or n < 0]:
+                raise TaskError(f"task {name!r}: count() gave {bad[0]}; it must be finite and at least 0.")
+        return cls(counts, {name: task.weight for name, task in enabled.items()})
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """For each enabled task its count in the whole window; 0 if it is idle."""
+        return {name: math.fsum(counts) for name, counts in self.counts.items()}
+
+    def active(self, micro_batch: int) -> list[str]:
+        """The tasks that have a label in this micro-batch."""
+        return [name for name, counts in self.counts.items() if counts[micro_batch] > 0]
+
+    def scale(self, task: str, micro_batch: int) -> float:
+        """Factor of a task's mean loss over a micro-batch: weight * count / count in the window.
+
+        Written so that K equal counts give exactly weight / K.
+        """
+        return self.weights[task] / (self.totals[task] / self.counts[task][micro_batch])
+
+
+def _count(name: str, task: Task, batch: Any) -> Any:
+    try:
+        return task.count(batch)
+    except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+        raise TaskError(f"task {name!r}: count() failed: {type(error).__name__}: {error}") from error
+
+
+def _flat(lists: Iterable[Iterable[Any] | None]) -> list[Any]:
+    return [item for sub in lists if sub is not None for item in sub]
+
+
+def _read(numbers: Sequence[Any]) -> list[float]:
+    """Plain numbers and 0-d tensors as floats, with one transfer per device whatever their number."""
+    found = [float("nan") if isinstance(number, Tensor) else float(number) for number in numbers]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            by_device.setdefault(number.device, []).append(index)
+    for indices in by_device.values():
+        stacked = torch.stack([numbers[i].detach().double().reshape(()) for i in indices])
+        for index, value in zip(indices, stacked.tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+def _check_labels(name: str, task: Task, low: float, high: float, micro_batch: int) -> None:
+    assert task.label_limits is not None
+    smallest, largest = task.label_limits
+    if low < smallest or high > largest:
+        value = low if low < smallest else high
+        ignore = getattr(task, "ignore_index", None)
+        ignored = "" if ignore is None else f", or {ignore} for a label that doesn't count"
+        raise LabelError(
+            f"task {name!r}: label {value:g} in micro-batch {micro_batch} is out of range; valid are "
+            f"{smallest:g} to {largest:g}{ignored}. Check the target {task.target!r} or num_classes."
+        )
