@@ -1,0 +1,24 @@
+"""Configuration: typed sections, objects built from them, and the command line."""
+
+from mtaccum.config.command import (
+    INTERRUPTED,
+    config_dir,
+    group_options,
+    resume_command,
+    run_command,
+)
+from mtaccum.config.load import load
+from mtaccum.config.run import Run, prepare
+from mtaccum.config.schema import RunConfig
+
+__all__ = [
+    "INTERRUPTED",
+    "Run",
+    "RunConfig",
+    "config_dir",
+    "group_options",
+    "load",
+    "prepare",
+    "resume_command",
+    "run_command",
+]

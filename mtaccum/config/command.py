@@ -1,0 +1,182 @@
+"""The command line: Hydra's composition, with errors in a few lines for people.
+
+Hydra's own ``main`` gives overrides, ``--config-dir``, ``--multirun``, ``--cfg`` and ``--help``. Around it
+stand two things: ``tasks=[...]`` and ``+tasks=[...]`` mean the same, and an error is explained, not traced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml  # OmegaConf's own parser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import mtaccum
+from mtaccum.config.schema import RunConfig, known_keys
+from mtaccum.errors import ConfigError, MtaccumError, unknown_name
+
+INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
+_EXPLAINED = (MtaccumError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
+_TASKS = re.compile(r"^\+{0,2}tasks=(.*)$", re.DOTALL)
+
+
+def config_dir() -> Path:
+    """The folder with the configs that ship: inside the installed package, or beside it in a checkout."""
+    package = Path(mtaccum.__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def run_command(config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str]) -> int:
+    """Compose ``config_name`` with the overrides in ``arguments``, and call ``function`` with the result.
+
+    Args:
+        function: gets the typed config and returns an exit code.
+        arguments: as typed by a user, for Hydra.
+
+    Returns:
+        The exit code; 2 after an error that was explained on standard error.
+    """
+    codes: list[int] = []
+
+    def job(values: DictConfig) -> None:
+        try:
+            codes.append(function(RunConfig.read(_plain(values))))
+        except _EXPLAINED as error:
+            if full_error:
+                raise
+            raise SystemExit(_report(error, arguments)) from error  # past Hydra, which would trace it
+        finally:
+            _remove_if_empty(Path(str(values.run_dir)))
+
+    before, argv = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
+    full_error = before not in (None, "", "0")
+    try:
+        sys.argv = [f"mtaccum.{config_name}", *_normalized(arguments)]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, so that the error can be explained here
+        hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=config_name)(job)()
+    except _EXPLAINED as error:
+        if full_error:
+            raise
+        return _report(error, arguments)
+    except SystemExit as end:  # also Hydra's own, after --help say
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        sys.argv = argv
+        os.environ["HYDRA_FULL_ERROR"] = before or ""
+    return max(codes, default=0)
+
+
+def _report(error: Exception, arguments: Sequence[str]) -> int:
+    print(f"error: {_explain(error, arguments)}", file=sys.stderr)
+    return 2
+
+
+def resume_command(config_name: str, arguments: Sequence[str], folder: str) -> str:
+    """The command line that goes on with an interrupted run, to be pasted into a shell."""
+    kept = [a for a in arguments if not a.lstrip("+").startswith(("resume=", "hydra.run.dir="))]
+    return shlex.join(
+        ["python", "-m", f"mtaccum.{config_name}", *kept, f"resume={folder}", f"hydra.run.dir={folder}"]
+    )
+
+
+def _plain(values: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    sections = {str(key): value for key, value in plain.items()}
+    for section in ("tasks", "necks"):
+        for node in (sections.get(section) or {}).values():
+            if isinstance(node, dict) and True in node:  # YAML 1.1 reads an unquoted `on:` as true
+                node["on"] = node.pop(True)
+    return sections
+
+
+def _normalized(arguments: Sequence[str]) -> list[str]:
+    """Hydra wants a ``+`` before a group that has no default; people write it or not."""
+    result = []
+    for argument in arguments:
+        match = _TASKS.match(argument)
+        if match and not match[1].lstrip().startswith("{"):
+            _check_task_names(match[1], arguments)
+            argument = f"+tasks={match[1]}"
+        result.append(argument)
+    return result
+
+
+def _check_task_names(value: str, arguments: Sequence[str]) -> None:
+    """Hydra can only say that a file couldn't be loaded; we know what there is."""
+    names = [name.strip().strip("'\"") for name in value.strip().strip("[]").split(",")]
+    known = group_options("tasks", arguments)
+    for name in filter(None, names):
+        if name not in known:
+            raise ConfigError(
+                unknown_name("task", name, known, "Add one of your own: '+tasks.edges={type: edges}'.")
+            )
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"the task {min(twice)!r} is named twice; two tasks can't have one name.")
+    if not any(names):
+        raise ConfigError(_no_task(known))
+
+
+def _no_task(known: Sequence[str]) -> str:
+    return f"no task was chosen. There are: {', '.join(known)}. For example: '+tasks=[seg,cls]'."
+
+
+def group_options(group: str, arguments: Sequence[str] = ()) -> list[str]:
+    """Names of a config group's options, those in the user's ``--config-dir`` included."""
+    folders = [config_dir()]
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            folders.append(Path(value or [*arguments, ""][index + 1]))
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def _explain(error: Exception, arguments: Sequence[str]) -> str:
+    """An error in a few lines: what is wrong, what is valid."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, option = error.missing_cfg_file.partition("/")
+        if option and (known := group_options(group, arguments)):
+            return unknown_name(f"option of {group}:", option, known)
+    text = str(error)
+    if key := re.search(r"Could not override '([^']+)'", text):
+        return _explain_key(key[1])
+    if isinstance(error, ConfigError) and text.startswith("no task was chosen"):
+        return _no_task(group_options("tasks", arguments))
+    lines = [line for line in text.splitlines() if line.strip() and "full_key" not in line]
+    return "\n".join([*lines[:6], *(["..."] if len(lines) > 6 else [])])
+
+
+def _explain_key(key: str) -> str:
+    """A key that the composed config doesn't have: the ones it could have in that place."""
+    above, _, last = key.rpartition(".")
+    place = f"key in {above}:" if above else "key"
+    if known := known_keys(above):
+        return unknown_name(place, last, known)
+    group, _, option = above.partition(".")  # an open part: what the shipped options of that group hold
+    for path in config_dir().glob(f"{group}/{option or '*'}.yaml"):
+        known += [str(name) for name in yaml.safe_load(path.read_text(encoding="utf-8")) or ()]
+    return unknown_name(place, last, set(known), f"To add another key, write +{key}=...")
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Hydra makes the run's folder before anything was checked; leave none behind after an error."""
+    made = [folder]
+    if folder.parent.parent.name in ("outputs", "multirun"):  # Hydra's folders by day
+        made += [folder.parent, folder.parent.parent]
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:  # not empty, or never made
+            return

@@ -1,0 +1,201 @@
+"""A run: from a typed config to a finished training and what it leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import DataLoader
+
+from mtaccum.config.checks import (
+    CONFIG,
+    SUMMARY,
+    check_folder,
+    check_targets,
+    check_tasks,
+    find_device,
+    import_plugins,
+)
+from mtaccum.config.objects import build_model, collate, collate_function, instantiate
+from mtaccum.config.optimizer import build_optimizer
+from mtaccum.config.schema import RunConfig
+from mtaccum.data import MicroBatchSampler
+from mtaccum.engine import Engine
+from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.model import MultiTaskModel
+from mtaccum.training import (
+    Outcome,
+    Trainer,
+    TrainerSettings,
+    find_checkpoint,
+    load_checkpoint,
+    make_lr_scheduler,
+)
+from mtaccum.training.display import format_bytes, print_summary
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that has been checked and can start. Nothing is written before ``execute``."""
+
+    config: RunConfig
+    trainer: Trainer
+
+    def execute(self) -> Outcome:
+        """Train, and write config, logs, states and summary into the run's folder."""
+        folder = Path(self.config.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        values = self.config.model_dump(by_alias=True)
+        OmegaConf.save(OmegaConf.create(values), folder / CONFIG)
+        loggers = [instantiate("loggers", logger) for logger in self.config.loggers]
+        self.trainer.loggers = loggers
+        if self.trainer.steps:
+            for logger in loggers:
+                if hasattr(logger, "rewind"):
+                    logger.rewind(self.trainer.steps)
+        try:
+            outcome = self.trainer.fit()
+        finally:
+            for logger in loggers:
+                logger.close()
+        if not outcome.interrupted:
+            self._summarize(outcome, folder)
+        return outcome
+
+    def _summarize(self, outcome: Outcome, folder: Path) -> None:
+        schedule, peak = self.config.engine.schedule, outcome.peak
+        summary = {
+            "schedule": schedule,
+            "batch_size": self.config.batch_size,
+            "accumulate": self.config.micro_batches,
+            "steps": outcome.steps,
+            "micro_batches": outcome.micro_batches,
+            "samples": outcome.samples,
+            "peak_bytes": None if peak is None else peak.peak_bytes,
+            "peak_method": None if peak is None else peak.method,
+            "tasks": outcome.evaluation,
+            "elapsed_s": round(outcome.elapsed_s, 3),
+        }
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        shown = "not measured" if peak is None else f"{format_bytes(peak.peak_bytes)} ({peak.method})"
+        micro = f"{self.config.batch_size} samples in {self.config.micro_batches} micro-batch(es)"
+        print_summary(
+            outcome.evaluation,
+            {"schedule": schedule, "batch": micro, "peak memory": shown, "run": str(folder)},
+        )
+
+
+def prepare(config: RunConfig) -> Run:
+    """Build and check everything a training needs, writing nothing.
+
+    Raises:
+        ConfigError: whatever a user can get wrong in a config.
+    """
+    import_plugins(config.plugins)
+    check_tasks(config)
+    folder = Path(config.run_dir)
+    state = None if config.resume is None else load_checkpoint(find_checkpoint(config.resume))
+    check_folder(folder, config.resume)
+    device = find_device(config.device)
+    _seed(config.seed)
+    train = _dataset("data.train", config.data.train)
+    validation = _dataset("data.val", config.data.val)
+    sampler = MicroBatchSampler(
+        len(train),
+        config.batch_size,
+        config.micro_batches,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
+    )
+    batch = collate(config, [train[i] for i in range(min(2, len(train)))])
+    model, config = build_model(config, batch)
+    check_targets(config, model, train)
+    model.to(device)
+    optimizer = build_optimizer(config, model)
+    settings = _settings(config, model, sampler)
+    course = config.lr_schedule
+    scheduler = make_lr_scheduler(
+        optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction
+    )
+    engine = Engine(
+        model,
+        optimizer,
+        schedule=config.engine.schedule,
+        max_grad_norm=config.engine.max_grad_norm,
+        lr_scheduler=scheduler,
+    )
+    function = None if config.data.collate_fn is None else collate_function(config.data.collate_fn)
+    loading: dict[str, Any] = {"num_workers": config.data.workers, "collate_fn": function}
+    trainer = Trainer(
+        engine,
+        DataLoader(train, batch_sampler=sampler, **loading),
+        sampler,
+        DataLoader(validation, batch_size=config.data.eval_batch_size, **loading),
+        settings,
+        folder,
+    )
+    if state is not None:
+        _resume(trainer, state, str(config.resume))
+    return Run(config, trainer)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _dataset(place: str, config: Mapping[str, Any]) -> Any:
+    dataset = instantiate(place, config)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(f"{place}: {type(dataset).__name__} needs a length and an index; it has not both.")
+    if len(dataset) == 0:
+        raise ConfigError(f"{place}: the data set is empty.")
+    return dataset
+
+
+def _settings(config: RunConfig, model: MultiTaskModel, sampler: MicroBatchSampler) -> TrainerSettings:
+    trainer = config.trainer
+    senses: dict[str, bool | None] = {"loss": False}
+    for name in model.enabled_tasks():
+        senses[f"{name}/loss"] = False
+        for key, metric in model.task(name).metrics().items():
+            senses[f"{name}/{key}"] = metric.higher_is_better
+    if trainer.monitor not in senses:
+        raise ConfigError(unknown_name("metric in trainer.monitor:", trainer.monitor, senses))
+    maximize = senses[trainer.monitor] if trainer.mode == "auto" else trainer.mode == "max"
+    if maximize is None:
+        raise ConfigError(f"trainer.mode: say min or max, {trainer.monitor} doesn't tell which is better.")
+    return TrainerSettings(
+        total_steps=trainer.max_steps or (trainer.epochs or 0) * sampler.batches,
+        log_every=trainer.log_every,
+        eval_every=trainer.eval_every,
+        checkpoint_every=trainer.checkpoint_every,
+        monitor=trainer.monitor,
+        maximize=maximize,
+        patience=trainer.patience,
+        ema_decay=trainer.ema_decay,
+    )
+
+
+def _resume(trainer: Trainer, state: dict[str, Any], path: str) -> None:
+    try:
+        trainer.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"the checkpoint {path} doesn't fit this config; resume with the tasks, model and optimizer "
+            f"it was made with. {str(error).splitlines()[0]}"
+        ) from error
+    total = trainer.settings.total_steps
+    if trainer.steps >= total:
+        raise ConfigError(
+            f"the checkpoint {path} has {trainer.steps} steps already, and the training ends at {total}. "
+            f"Raise trainer.max_steps to go on."
+        )

@@ -1,0 +1,172 @@
+"""The configuration's closed sections, typed and checked all at once.
+
+Open parts (task arguments, trunk, optimizer, data sets, loggers) stay dicts here and are checked where
+they are built. Pydantic reports every wrong entry of a config in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mtaccum.errors import ConfigError, unknown_name
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(_Section):
+    """Data sets, and how they are loaded."""
+
+    inputs: str | int | list[str]
+    train: dict[str, Any]
+    val: dict[str, Any]
+    collate_fn: Any = None
+    workers: int = Field(0, ge=0)
+    eval_batch_size: int = Field(256, ge=1)
+    shuffle: bool = True
+
+
+class EngineConfig(_Section):
+    """Schedule, and clipping."""
+
+    schedule: Literal["summed", "sequential", "split"] = "split"
+    max_grad_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+
+
+class OptimizerConfig(BaseModel):
+    """An optimizer's ``_target_`` with its arguments, and parameter groups by node."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    target: str = Field(alias="_target_")
+    lr: float = Field(ge=0, allow_inf_nan=False)
+    decay_norms_and_biases: bool = True
+    groups: dict[str, dict[str, Any]] = {}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the optimizer's class gets besides the parameters."""
+        return {"lr": self.lr, **(self.model_extra or {})}
+
+
+class LrScheduleConfig(_Section):
+    """The course of the learning rate."""
+
+    name: Literal["constant", "cosine"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    final_fraction: float = Field(0.0, ge=0, le=1)
+    scale: Literal["none", "sqrt", "linear"] = "none"
+    base_batch_size: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _base_is_stated(self) -> Self:
+        if self.scale != "none" and self.base_batch_size is None:
+            raise ValueError(
+                f"scale={self.scale} needs base_batch_size, the batch size that the learning rate is for"
+            )
+        return self
+
+
+class TrainerConfig(_Section):
+    """Length of the training, and what happens meanwhile; intervals in optimizer steps, 0 is never."""
+
+    max_steps: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1)
+    log_every: int = Field(50, ge=0)
+    eval_every: int = Field(0, ge=0)
+    checkpoint_every: int = Field(0, ge=0)
+    monitor: str = "loss"
+    mode: Literal["auto", "min", "max"] = "auto"
+    patience: int | None = Field(None, ge=1)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ValueError("give either max_steps or epochs, and set the other to null")
+        if self.patience is not None and self.eval_every == 0:
+            raise ValueError("patience counts evaluations; set eval_every above 0")
+        return self
+
+
+class RunConfig(_Section):
+    """A whole training."""
+
+    tasks: dict[str, dict[str, Any]]
+    necks: dict[str, dict[str, Any]] = {}
+    trunk: dict[str, Any] | None
+    data: DataConfig
+    engine: EngineConfig
+    optimizer: OptimizerConfig
+    lr_schedule: LrScheduleConfig
+    trainer: TrainerConfig
+    loggers: list[dict[str, Any]] = []
+    batch_size: int = Field(ge=1)
+    accumulate: int | None = Field(None, ge=1)
+    micro_batch_size: int | None = Field(None, ge=1)
+    seed: int = Field(0, ge=0)
+    device: str = "auto"
+    plugins: list[str] = []
+    resume: str | None = None
+    run_dir: str
+
+    @model_validator(mode="after")
+    def _one_k(self) -> Self:
+        if self.accumulate is not None and self.micro_batch_size is not None:
+            raise ValueError("give accumulate or micro_batch_size, not both: each follows from the other")
+        for name, value in (
+            ("accumulate", self.accumulate),
+            ("micro_batch_size", self.micro_batch_size),
+        ):
+            if value is not None and value > self.batch_size:
+                raise ValueError(
+                    f"{name}={value} is more than the {self.batch_size} samples of a batch (batch_size)"
+                )
+        return self
+
+    @property
+    def micro_batches(self) -> int:
+        """K: into how many micro-batches a batch is cut."""
+        if self.micro_batch_size is not None:
+            return -(-self.batch_size // self.micro_batch_size)
+        return self.accumulate or 1
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Self:
+        """The typed config.
+
+        Raises:
+            ConfigError: lists everything that is wrong in it.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            lines = [_explain(dict(e)) for e in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(error: dict[str, Any]) -> str:
+    """One line for one wrong entry: where, what is valid, what was given."""
+    place = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        above, _, key = place.rpartition(".")
+        return unknown_name(f"key in {above or 'the config'}:", key, known_keys(above))
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{place}: {message}." if place else f"{message}."
+    return f"{place}: {message[0].lower()}{message[1:]}, got {error['input']!r}."
+
+
+def known_keys(path: str) -> list[str]:
+    """The keys of a closed section by its dotted path ("" for the whole config); none for an open part."""
+    section: Any = RunConfig
+    for name in filter(None, path.split(".")):
+        field = section.model_fields.get(name)
+        section = None if field is None else field.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return []
+    return [field.alias or name for name, field in section.model_fields.items()]

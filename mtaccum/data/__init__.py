@@ -1,0 +1,6 @@
+"""Data: the digit scenes that ship, and the sampler of micro-batches."""
+
+from mtaccum.data.digits import DigitScenes
+from mtaccum.data.sampler import MicroBatchSampler
+
+__all__ = ["DigitScenes", "MicroBatchSampler"]

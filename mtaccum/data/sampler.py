@@ -1,0 +1,82 @@
+"""The sampler that cuts an epoch into batches, and each batch into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from mtaccum.batch import split_sizes
+from mtaccum.errors import ConfigError
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """Index lists of micro-batches: each batch in ``accumulate`` parts that differ by at most one sample.
+
+    Every sample comes once per epoch. The order depends on seed and epoch only, and not on
+    ``accumulate``; so K changes memory, not the training. The last batch of an epoch may be smaller, and
+    is cut into as few parts as keep to the size of the others. So ``windows(loader, accumulate)`` has one
+    batch per window.
+
+    Args:
+        samples: length of the data set.
+        batch_size: samples per optimizer step.
+        accumulate: micro-batches per batch.
+        shuffle: a new order in every epoch, or that of the data set.
+        seed: of the order.
+
+    Raises:
+        ConfigError: a size below 1, or more micro-batches than samples in a batch or in the data set.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, accumulate: int = 1, *, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if samples < 1:
+            raise ConfigError(f"the data set has {samples} samples; training needs at least 1.")
+        for name, value in (("batch_size", batch_size), ("accumulate", accumulate)):
+            if value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value}.")
+        if accumulate > min(batch_size, samples):
+            what = "the batch" if batch_size <= samples else "the data set"
+            raise ConfigError(
+                f"accumulate={accumulate} asks for more micro-batches than {what} has samples "
+                f"({min(batch_size, samples)}). Use accumulate={min(batch_size, samples)} or less."
+            )
+        self.samples, self.batch_size, self.accumulate = samples, batch_size, accumulate
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = 0
+        self.first_batch = 0
+
+    @property
+    def batches(self) -> int:
+        """Batches, and so optimizer steps, in an epoch."""
+        return -(-self.samples // self.batch_size)
+
+    def seek(self, epoch: int, first_batch: int = 0) -> None:
+        """Let the next iteration be that of ``epoch``, without its first ``first_batch`` batches."""
+        self.epoch, self.first_batch = epoch, first_batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(self.samples))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self.samples, generator=generator).tolist()
+        for batch in range(self.first_batch, self.batches):
+            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            start = 0
+            for size in self._sizes(len(indices)):
+                yield indices[start : start + size]
+                start += size
+
+    def __len__(self) -> int:
+        return sum(
+            len(self._sizes(min(self.batch_size, self.samples - batch * self.batch_size)))
+            for batch in range(self.first_batch, self.batches)
+        )
+
+    def _sizes(self, samples: int) -> list[int]:
+        largest = -(-self.batch_size // self.accumulate)
+        parts = self.accumulate if samples == self.batch_size else -(-samples // largest)
+        return split_sizes(samples, min(parts, samples))

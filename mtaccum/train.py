@@ -1,0 +1,33 @@
+"""Train the tasks of a configuration: ``python -m mtaccum.train '+tasks=[seg,cls]'``."""
+
+from __future__ import annotations
+
+import sys
+
+from mtaccum.config import INTERRUPTED, RunConfig, prepare, resume_command, run_command
+
+
+def train(config: RunConfig) -> int:
+    """One training; the exit code is 0, or 130 if it was interrupted."""
+    run = prepare(config)
+    go_on = resume_command("train", sys.argv[1:], config.run_dir)
+    try:
+        interrupted = run.execute().interrupted
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted:
+        steps = run.trainer.saved_steps
+        if steps is None:
+            print("interrupted before the first state was saved", flush=True)
+        else:
+            print(f"interrupted; the state after step {steps} is saved. Go on with:\n  {go_on}", flush=True)
+    return INTERRUPTED if interrupted else 0
+
+
+def main() -> None:
+    """The command."""
+    sys.exit(run_command("train", train, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

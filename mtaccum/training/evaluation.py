@@ -1,0 +1,69 @@
+"""Evaluation: each task's mean loss and metrics over a loader."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mtaccum.batch import to_device
+from mtaccum.engine.bind import sum_of_parts
+from mtaccum.engine.window import WindowPlan
+from mtaccum.model import MultiTaskModel
+
+Evaluation = dict[str, dict[str, float]]
+
+
+def evaluate(model: MultiTaskModel, loader: Iterable[Any]) -> Evaluation:
+    """Metrics of all enabled tasks over a loader, in evaluation mode and without a graph.
+
+    Args:
+        model: left as it was, training mode included.
+        loader: batches with inputs and targets; a task is skipped where a batch has no label of it.
+
+    Returns:
+        For each task its metrics by name: ``loss``, the mean over all valid labels, and those of
+        ``Task.metrics``. Empty for a task that had no label at all.
+    """
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    tasks = {name: model.task(name) for name in model.enabled_tasks()}
+    metrics = {
+        name: {key: metric.to(device) for key, metric in task.metrics().items()}
+        for name, task in tasks.items()
+    }
+    losses: dict[str, list[float]] = {name: [] for name in tasks}
+    counts: dict[str, list[float]] = {name: [] for name in tasks}
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in loader:
+                plan = WindowPlan.of(tasks, [batch])
+                active = plan.active(0)
+                batch = to_device(batch, device)
+                predictions = model(batch, tasks=active)
+                for name in active:
+                    loss = sum_of_parts(tasks[name].loss(predictions[name], batch))
+                    losses[name].append(loss.item() * plan.counts[name][0])
+                    counts[name].append(plan.counts[name][0])
+                    tasks[name].update_metrics(metrics[name], predictions[name], batch)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    return {
+        name: {
+            "loss": math.fsum(losses[name]) / math.fsum(counts[name]),
+            **{key: float(metric.compute()) for key, metric in metrics[name].items()},
+        }
+        if counts[name]
+        else {}
+        for name in tasks
+    }
+
+
+def weighted_loss(model: MultiTaskModel, evaluation: Evaluation) -> float:
+    """The sum over tasks of weight * validation loss; NaN if no task had a label."""
+    losses = [model.task(name).weight * m["loss"] for name, m in evaluation.items() if "loss" in m]
+    return math.fsum(losses) if losses else math.nan

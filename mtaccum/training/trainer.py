@@ -1,0 +1,301 @@
+"""The training loop: windows in, steps, evaluations and checkpoints out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from mtaccum.data.sampler import MicroBatchSampler
+from mtaccum.engine import Engine, StepResult, windows
+from mtaccum.errors import BatchError
+from mtaccum.memory import PeakReport, measure_peak
+from mtaccum.model import MultiTaskModel
+from mtaccum.structure import tensors_of
+from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
+from mtaccum.training.display import Display
+from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
+from mtaccum.training.interrupt import Interrupt, interruptible
+from mtaccum.training.loggers import Logger
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """When a training ends, and what it does meanwhile. All intervals are in optimizer steps; 0: never.
+
+    Attributes:
+        total_steps: optimizer steps of the whole training.
+        log_every, eval_every, checkpoint_every: intervals; evaluation and checkpoint at the end always.
+        monitor: what the best state is judged by: ``loss`` (weighted over the tasks) or ``task/metric``.
+        maximize: whether more of it is better.
+        patience: stop after so many evaluations without a better state; None: don't.
+        ema_decay: evaluate and keep a moving average of the weights with this decay per step; None: don't.
+    """
+
+    total_steps: int
+    log_every: int = 50
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    monitor: str = "loss"
+    maximize: bool = False
+    patience: int | None = None
+    ema_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended.
+
+    Attributes:
+        steps, micro_batches, samples: how many were run, resumed ones included.
+        evaluation: validation metrics of the last state.
+        peak: of one measured step; None if no step was run.
+        interrupted: whether somebody stopped it before its end.
+        elapsed_s: wall time of this process's part.
+    """
+
+    steps: int
+    micro_batches: int
+    samples: int
+    evaluation: Evaluation
+    peak: PeakReport | None
+    interrupted: bool
+    elapsed_s: float
+
+
+class Trainer:
+    """Drives an engine over a loader, evaluates, logs, and keeps the last and the best state in a folder.
+
+    Args:
+        loader: batches by ``sampler``.
+        validation: batches to evaluate on.
+        folder: an existing folder for the checkpoints.
+        loggers: are told the numbers; not closed here.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: DataLoader[Any],
+        sampler: MicroBatchSampler,
+        validation: DataLoader[Any],
+        settings: TrainerSettings,
+        folder: Path,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.engine, self.model = engine, engine.model
+        self.loader, self.sampler, self.validation = loader, sampler, validation
+        self.settings, self.folder, self.loggers = settings, folder, loggers
+        decay = settings.ema_decay
+        self.average = None if decay is None else averaged(self.model, decay)
+        self.steps = self.micro_batches = self.samples = self.epoch = self.batches_in_epoch = 0
+        self.best: float | None = None
+        self.evaluations_since_best = 0
+        self.peak: PeakReport | None = None
+        self.saved_steps: int | None = None
+        """Steps of the state that was saved last, by this process; None if it has saved none."""
+        self._stepping = False
+
+    @property
+    def evaluated_model(self) -> MultiTaskModel:
+        """The model whose metrics are reported: the averaged one if there is one."""
+        return self.model if self.average is None else cast(MultiTaskModel, self.average.module)
+
+    def fit(self) -> Outcome:
+        """Train to the end, or to an interruption; either way the last state is in the folder then.
+
+        Raises:
+            BatchError: a whole epoch without any label.
+        """
+        started = time.monotonic()
+        evaluated_at: dict[int, Evaluation] = {}
+        display = Display(self.settings.total_steps)
+        evaluation: Evaluation = {}
+        try:
+            with interruptible() as interrupt:
+                try:
+                    evaluated_at = self._run(interrupt, display)
+                except KeyboardInterrupt:
+                    if self._stepping:
+                        raise  # between two states; the last one saved is whole
+                self._save(LAST)
+            if not interrupt.requested:
+                evaluation = evaluated_at.get(self.steps) or self._evaluate(display)
+                self._save(LAST)
+        finally:
+            display.close()
+        return Outcome(
+            self.steps,
+            self.micro_batches,
+            self.samples,
+            evaluation,
+            self.peak,
+            interrupt.requested,
+            time.monotonic() - started,
+        )
+
+    def _run(self, interrupt: Interrupt, display: Display) -> dict[int, Evaluation]:
+        """The steps; returns the last evaluation by step."""
+        settings, last = self.settings, {}
+        since, samples_before = time.monotonic(), self.samples
+        for window in self._windows():
+            result = self._step(window)
+            scalars = None
+            if result.stepped:
+                if _due(self.steps, settings.log_every) or self.steps == settings.total_steps:
+                    elapsed_s = max(time.monotonic() - since, 1e-9)
+                    scalars = self._scalars(result, (self.samples - samples_before) / elapsed_s)
+                    self._log(scalars)
+                display.step(self.steps, scalars)
+                if _due(self.steps, settings.eval_every):
+                    last = {self.steps: self._evaluate(display)}
+                if _due(self.steps, settings.checkpoint_every):
+                    self._save(LAST)
+                if scalars is not None:
+                    since, samples_before = time.monotonic(), self.samples
+            if interrupt.requested or self._stale():
+                break
+        return last
+
+    def _windows(self) -> Iterator[list[Any]]:
+        """Windows up to the last step, through as many epochs as that takes."""
+        while self.steps < self.settings.total_steps:
+            self.sampler.seek(self.epoch, self.batches_in_epoch)
+            steps_before = self.steps
+            for window in windows(self.loader, self.sampler.accumulate):
+                self.batches_in_epoch += 1
+                yield window
+                if self.steps == self.settings.total_steps:
+                    return
+            if self.steps == steps_before:
+                raise BatchError(
+                    f"epoch {self.epoch} had no label of any task: nothing can be learned from it."
+                )
+            self.epoch, self.batches_in_epoch = self.epoch + 1, 0
+
+    def _step(self, window: list[Any]) -> StepResult:
+        """One step; the first one with optimizer state, or the only one, is measured."""
+        results: list[StepResult] = []
+        self._stepping = True
+        if self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
+            assert self.engine.optimizer is not None
+            state = [v for s in self.engine.optimizer.state.values() for v in s.values()]
+            self.peak = measure_peak(
+                lambda: results.append(self.engine.step(window)),
+                device=next(self.model.parameters()).device,
+                existing=[self.model, *tensors_of([state, window], strict=False)],
+            )
+        else:
+            results.append(self.engine.step(window))
+        result = results[0]
+        if result.stepped:
+            self.steps += 1
+            self.micro_batches += result.micro_batches
+            self.samples += self._samples(self.batches_in_epoch - 1)
+            if self.average is not None:
+                self.average.update_parameters(self.model)
+        self._stepping = False
+        return result
+
+    def _samples(self, batch: int) -> int:
+        return min(self.sampler.batch_size, self.sampler.samples - batch * self.sampler.batch_size)
+
+    def _scalars(self, result: StepResult, samples_per_s: float) -> dict[str, float]:
+        assert self.engine.optimizer is not None
+        assert result.grad_norm is not None
+        return {
+            **{f"loss/{name}": loss.item() for name, loss in {**result.losses, **result.parts}.items()},
+            **{f"count/{name}": count for name, count in result.counts.items()},
+            "lr": self.engine.optimizer.param_groups[0]["lr"],
+            "grad_norm": result.grad_norm.item(),
+            "samples_per_s": samples_per_s,
+        }
+
+    def _evaluate(self, display: Display) -> Evaluation:
+        """Evaluate, log, and keep the state if it is the best so far."""
+        evaluation = evaluate(self.evaluated_model, self.validation)
+        loss = weighted_loss(self.model, evaluation)
+        scalars = {f"val/{name}/{key}": v for name, m in evaluation.items() for key, v in m.items()}
+        peak = {} if self.peak is None else {"peak_bytes": float(self.peak.peak_bytes)}
+        self._log({"val/loss": loss, **scalars, **peak})
+        display.evaluation(self.steps, evaluation)
+        monitored = scalars.get(f"val/{self.settings.monitor}", math.nan)
+        if self.settings.monitor == "loss":
+            monitored = loss
+        if self._better(monitored):
+            self.best, self.evaluations_since_best = monitored, 0
+            self._save(BEST)
+        else:
+            self.evaluations_since_best += 1
+        return evaluation
+
+    def _better(self, value: float) -> bool:
+        if self.best is None or math.isnan(self.best):
+            return True  # something is better than nothing, also if it is NaN
+        return value > self.best if self.settings.maximize else value < self.best
+
+    def _stale(self) -> bool:
+        patience = self.settings.patience
+        return patience is not None and self.evaluations_since_best >= patience
+
+    def _log(self, scalars: Mapping[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log(self.steps, scalars)
+
+    def _save(self, name: str) -> None:
+        save_checkpoint(self.state_dict(), self.folder / name)
+        self.saved_steps = self.steps if name == LAST else self.saved_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that goes on from here: tensors and plain values."""
+        optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
+        assert optimizer is not None
+        return {
+            "model": self.model.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``."""
+        assert self.engine.optimizer is not None
+        self.model.load_state_dict(state["model"])
+        if self.average is not None and state["average"] is not None:
+            self.average.load_state_dict(state["average"])
+        self.engine.optimizer.load_state_dict(state["optimizer"])
+        if self.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+            self.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        torch.set_rng_state(state["rng"])
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
+
+
+_PROGRESS = (
+    "steps",
+    "micro_batches",
+    "samples",
+    "epoch",
+    "batches_in_epoch",
+    "best",
+    "evaluations_since_best",
+)
+
+
+def averaged(model: MultiTaskModel, decay: float) -> AveragedModel:
+    """A copy of the model that follows an exponential moving average of its weights and buffers."""
+    average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
