@@ -42,6 +42,11 @@ class InexactWarning(UserWarning):
     """Training goes on, but its gradient is not the one of the joint loss over the whole batch."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def unknown_name(kind: str, given: object, known: Iterable[object], hint: str = "") -> str:
     """The message for a name that doesn't exist: the nearest one, then all there are."""
     names = sorted(str(name) for name in known)

@@ -117,20 +117,22 @@ def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = 
 
 
 def tensors_of(nest: Any, *, strict: bool = True) -> list[Tensor]:
-    """The tensors of a nest, in a fixed order, repeated ones repeated."""
+    """The tensors of a nest, in a fixed order, repeated ones repeated. ``strict`` as in map_tensors."""
     found: list[Tensor] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Tensor) and type(value) not in _registered:
-            found.append(value)
-        elif (handler := unpacker(value)) is not None:
-            for part in handler[0](value):
-                visit(part)
-        elif strict and not isinstance(value, torch.nn.Module | type):
-            _refuse_hidden_tensors(value)
-
-    visit(nest)
+    _collect(nest, found, strict)
     return found
+
+
+def _collect(value: Any, found: list[Tensor], strict: bool) -> None:
+    # Not a closure that calls itself: such a function is a reference cycle, which would keep the tensors
+    # it has found alive until the garbage collector happens to run.
+    if isinstance(value, Tensor) and type(value) not in _registered:
+        found.append(value)
+    elif (handler := unpacker(value)) is not None:
+        for part in handler[0](value):
+            _collect(part, found, strict)
+    elif strict and not isinstance(value, torch.nn.Module | type):
+        _refuse_hidden_tensors(value)
 
 
 def detach(nest: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from mtaccum.config.objects import collate
 from mtaccum.config.schema import RunConfig
-from mtaccum.errors import BatchError, ConfigError
+from mtaccum.errors import BatchError, ConfigError, first_line
 from mtaccum.model import MultiTaskModel
 from mtaccum.tasks import Task
 from mtaccum.training import BEST, LAST, find_checkpoint
@@ -44,7 +44,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(
             f"device: can't use {name!r}: {reason}. Valid: auto, cpu, cuda, cuda:1, mps."
         ) from error

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from mtaccum.config.schema import RunConfig
-from mtaccum.errors import ConfigError, TaskError, unknown_name
+from mtaccum.errors import ConfigError, TaskError, first_line, unknown_name
 from mtaccum.model import TRUNK, MultiTaskModel, Neck
 from mtaccum.structure import describe, tensors_of
 from mtaccum.tasks import Task, task_class, task_types
@@ -35,7 +35,7 @@ def instantiate(place: str, config: Mapping[str, Any], **arguments: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{place}: {cause}") from error
-        reason = str(cause).splitlines()[0]
+        reason = first_line(cause)
         raise ConfigError(f"{place}: can't build {config['_target_']}: {reason}") from error
 
 

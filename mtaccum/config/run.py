@@ -28,7 +28,7 @@ from mtaccum.config.optimizer import build_optimizer
 from mtaccum.config.schema import RunConfig
 from mtaccum.data import MicroBatchSampler
 from mtaccum.engine import Engine
-from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.errors import ConfigError, first_line, unknown_name
 from mtaccum.model import MultiTaskModel
 from mtaccum.training import (
     Outcome,
@@ -191,7 +191,7 @@ def _resume(trainer: Trainer, state: dict[str, Any], path: str) -> None:
     except (RuntimeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"the checkpoint {path} doesn't fit this config; resume with the tasks, model and optimizer "
-            f"it was made with. {str(error).splitlines()[0]}"
+            f"it was made with. {first_line(error)}"
         ) from error
     total = trainer.settings.total_steps
     if trainer.steps >= total:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import TaskError
 from mtaccum.model.tree import MultiTaskModel, Tree, named_errors
 from mtaccum.structure import describe, detach
-from mtaccum.tasks.base import Loss
+from mtaccum.tasks.base import Loss, Task
 
 
 def bind(
@@ -35,36 +36,54 @@ def bind(
         active: the tasks that have labels in it; the others are not run.
         log: is told each task's loss.
     """
+    binding = _Binding(model, batch, plan, micro_batch, log)
+    return list(binding.nodes(model.tree(active))), model.inputs(batch)
 
-    def nodes(tree: Tree) -> tuple[Node, ...]:
-        return tuple(leaf(name) if name in plan.counts else inner(name, tree[name]) for name in tree)
 
-    def inner(name: str, below: Tree) -> Node:
-        return Node(
-            name,
-            run=lambda features: model.run(name, features, batch),
-            children=nodes(below),
-            module=model.node(name),
+@dataclass(frozen=True)
+class _Binding:
+    # Methods, not nested functions: functions that call each other are a reference cycle, which would
+    # keep the batch alive until the garbage collector happens to run.
+    model: MultiTaskModel
+    batch: Any
+    plan: WindowPlan
+    micro_batch: int
+    log: LossLog
+
+    def nodes(self, tree: Tree) -> tuple[Node, ...]:
+        return tuple(
+            self.leaf(name) if name in self.plan.counts else self.inner(name, below)
+            for name, below in tree.items()
         )
 
-    def leaf(name: str) -> Node:
-        task = model.task(name)
-        scale = plan.scale(name, micro_batch)
+    def inner(self, name: str, below: Tree) -> Node:
+        return Node(
+            name,
+            run=lambda features: self.model.run(name, features, self.batch),
+            children=self.nodes(below),
+            module=self.model.node(name),
+        )
 
-        def run(features: Features) -> Tensor:
-            if task.mode == "detached":
-                features = {node: detach(nest) for node, nest in features.items()}
-            with frozen(task) if task.mode == "frozen" else nullcontext():
-                prediction = model.run(name, features, batch)
-                with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
-                    loss = task.loss(prediction, batch)
-                    total = sum_of_parts(loss)
-            log.add(name, micro_batch, loss, total)
-            return total * scale
+    def leaf(self, name: str) -> Node:
+        task = self.model.task(name)
+        scale = self.plan.scale(name, self.micro_batch)
+        return Node(
+            name,
+            run=lambda features: self.loss(name, task, features) * scale,
+            learns=task.mode != "detached",
+        )
 
-        return Node(name, run, learns=task.mode != "detached")
-
-    return list(nodes(model.tree(active))), model.inputs(batch)
+    def loss(self, name: str, task: Task, features: Features) -> Tensor:
+        """The task's mean loss on this micro-batch, with its graph."""
+        if task.mode == "detached":
+            features = {node: detach(nest) for node, nest in features.items()}
+        with frozen(task) if task.mode == "frozen" else nullcontext():
+            prediction = self.model.run(name, features, self.batch)
+            with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
+                loss = task.loss(prediction, self.batch)
+                total = sum_of_parts(loss)
+        self.log.add(name, self.micro_batch, loss, total)
+        return total
 
 
 def sum_of_parts(loss: Loss | float) -> Tensor:

@@ -52,20 +52,18 @@ class Node:
 
 def summed(roots: Sequence[Node], above: Features, backward: Backward) -> None:
     """The baseline: all forwards, the sum of the losses, one backward. Alive at the peak: everything."""
-    losses: list[Tensor] = []
+    losses = [loss for loss in _all_losses(roots, above) if loss.requires_grad]
+    if losses:
+        backward(sum(losses[1:], start=losses[0]))
 
-    def walk(node: Node, above: Features) -> None:
-        if not node.children:
-            losses.append(run_leaf(node, above))
-            return
-        features = run_inner(node, above, graph=node.needs_graph)
-        for child in node.children:
-            walk(child, {**above, node.name: features})
 
-    for root in roots:
-        walk(root, above)
-    if with_graph := [loss for loss in losses if loss.requires_grad]:
-        backward(sum(with_graph[1:], start=with_graph[0]))
+def _all_losses(nodes: Sequence[Node], above: Features) -> Iterator[Tensor]:
+    for node in nodes:
+        if node.children:
+            features = run_inner(node, above, graph=node.needs_graph)
+            yield from _all_losses(node.children, {**above, node.name: features})
+        else:
+            yield run_leaf(node, above)
 
 
 def sequential(roots: Sequence[Node], above: Features, backward: Backward) -> None:

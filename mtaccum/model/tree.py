@@ -164,17 +164,14 @@ class MultiTaskModel(nn.Module):
             tasks: which tasks; None: all that are enabled.
         """
         chosen = self.enabled_tasks() if tasks is None else [name for name in tasks if self.task(name)]
-        predictions: dict[str, Any] = {}
+        return dict(self._predictions(self.tree(chosen), {ROOT: self.inputs(batch)}, batch))
 
-        def walk(tree: Tree, features: dict[str, Any]) -> None:
-            for name, children in tree.items():
-                output = self.run(name, features, batch)
-                if name in self.tasks:
-                    predictions[name] = output
-                walk(children, {**features, name: output})
-
-        walk(self.tree(chosen), {ROOT: self.inputs(batch)})
-        return predictions
+    def _predictions(self, tree: Tree, features: Mapping[str, Any], batch: Any) -> Iterator[tuple[str, Any]]:
+        for name, children in tree.items():
+            output = self.run(name, features, batch)
+            if name in self.tasks:
+                yield name, output
+            yield from self._predictions(children, {**features, name: output}, batch)
 
 
 @contextmanager

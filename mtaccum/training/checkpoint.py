@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtaccum.errors import ConfigError
+from mtaccum.errors import ConfigError, first_line
 
 LAST, BEST = "last.pt", "best.pt"
 VERSION = 1
@@ -32,7 +32,7 @@ def save_checkpoint(state: dict[str, Any], path: Path) -> None:
         os.replace(partial, path)
     except RuntimeError as error:
         # torch's zip writer reports a failed write (a full disk) as a RuntimeError
-        raise OSError(f"can't write {path}: {str(error).splitlines()[0]}") from error
+        raise OSError(f"can't write {path}: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -64,7 +64,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ConfigError(f"can't read the checkpoint {path}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"can't read the checkpoint {path}: {first_line(error)}") from error
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise ConfigError(f"{path} is not a checkpoint of this version of mtaccum.")
     return state

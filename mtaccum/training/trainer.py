@@ -168,13 +168,13 @@ class Trainer:
         """Windows up to the last step, through as many epochs as that takes."""
         while self.steps < self.settings.total_steps:
             self.sampler.seek(self.epoch, self.batches_in_epoch)
-            steps_before = self.steps
+            whole_epoch, steps_before = self.batches_in_epoch == 0, self.steps
             for window in windows(self.loader, self.sampler.accumulate):
                 self.batches_in_epoch += 1
                 yield window
                 if self.steps == self.settings.total_steps:
                     return
-            if self.steps == steps_before:
+            if whole_epoch and self.steps == steps_before:
                 raise BatchError(
                     f"epoch {self.epoch} had no label of any task: nothing can be learned from it."
                 )
