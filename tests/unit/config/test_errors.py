@@ -23,7 +23,10 @@ CASES = {
     "unknown key of a task": (["+tasks=[seg]", "tasks.seg.wight=2"], ["tasks.seg", "'wight'", "'weight'"]),
     "added key": (["+tasks=[seg]", "+trainer.max_stepps=5"], ["'max_stepps'", "'max_steps'"]),
     "added key of a task": (["+tasks=[seg]", "+tasks.seg.wight=2"], ["tasks.seg", "'wight'", "'weight'"]),
-    "mistyped value": (["+tasks=[seg]", "trainer.max_steps=many"], ["trainer.max_steps", "integer", "'many'"]),
+    "mistyped value": (
+        ["+tasks=[seg]", "trainer.max_steps=many"],
+        ["trainer.max_steps", "integer", "'many'"],
+    ),
     "several at once": (
         ["+tasks=[seg]", "batch_size=0", "trainer.log_every=-1"],
         ["batch_size", "trainer.log_every", "0", "-1"],
@@ -35,12 +38,18 @@ CASES = {
         ["+tasks=[seg]", "accumulate=2", "micro_batch_size=8"],
         ["accumulate or micro_batch_size, not both"],
     ),
-    "more micro-batches than a batch": (["+tasks=[seg]", "batch_size=4", "accumulate=5"], ["accumulate=5", "4 samples"]),
+    "more micro-batches than a batch": (
+        ["+tasks=[seg]", "batch_size=4", "accumulate=5"],
+        ["accumulate=5", "4 samples"],
+    ),
     "more micro-batches than samples": (
         ["+tasks=[seg]", "accumulate=40", "data.train.size=32"],
         ["accumulate=40", "32"],
     ),
-    "plugin": (["+tasks=[seg]", "plugins=[no_such_module]"], ["no_such_module", "can't be imported", "PYTHONPATH"]),
+    "plugin": (
+        ["+tasks=[seg]", "plugins=[no_such_module]"],
+        ["no_such_module", "can't be imported", "PYTHONPATH"],
+    ),
     "target nowhere": (
         ["+tasks=[seg]", "tasks.seg.target=mask"],
         ["tasks.seg", "'mask'", "first 1000 samples", "image, seg, cls"],
@@ -117,9 +126,7 @@ def test_a_folder_with_a_run_is_not_overwritten(
     assert (tmp_path / "run" / "last.pt").read_bytes() == b"precious"
 
 
-def test_hydra_full_error_gives_the_stack_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hydra_full_error_gives_the_stack_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mtaccum import ConfigError
 
     monkeypatch.chdir(tmp_path)

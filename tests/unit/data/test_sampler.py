@@ -1,0 +1,74 @@
+"""The sampler: every sample once, batches cut evenly, one order for every K."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from mtaccum import ConfigError, windows
+from mtaccum.data import MicroBatchSampler
+
+
+def epoch(sampler: MicroBatchSampler) -> list[list[list[int]]]:
+    return list(
+        windows(
+            DataLoader(range(sampler.samples), batch_sampler=sampler, collate_fn=list), sampler.accumulate
+        )
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("samples", [6, 24, 25, 29])
+def test_windows_are_the_batches_whatever_k(samples: int, accumulate: int) -> None:
+    reference = epoch(MicroBatchSampler(samples, 6, seed=3))
+    found = epoch(MicroBatchSampler(samples, 6, accumulate, seed=3))
+
+    assert [sum(window, []) for window in found] == [sum(window, []) for window in reference]
+    assert sorted(sum(sum(found, []), [])) == list(range(samples))
+    for window in found:
+        sizes = [len(micro_batch) for micro_batch in window]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= -(-6 // accumulate)
+    assert len(found[0]) == accumulate
+    assert len(MicroBatchSampler(samples, 6, accumulate)) == sum(len(window) for window in found)
+
+
+def test_batch_of_64_in_5() -> None:
+    (window,) = epoch(MicroBatchSampler(64, 64, 5))
+    assert [len(micro_batch) for micro_batch in window] == [13, 13, 13, 13, 12]
+
+
+def test_n5_no_window_is_dropped() -> None:
+    assert [len(window) for window in windows(range(7), group=4)] == [4, 3]
+
+
+def test_1000_samples_in_batches_of_10_and_k_2() -> None:
+    found = epoch(MicroBatchSampler(1000, 10, 2))
+    assert len(found) == 100
+    assert sum(map(len, found)) == 200
+
+
+def test_seek_goes_on_where_it_was() -> None:
+    sampler = MicroBatchSampler(25, 6, 2, seed=1)
+    sampler.seek(epoch=4)
+    whole = epoch(sampler)
+    sampler.seek(epoch=4, first_batch=3)
+
+    assert epoch(sampler) == whole[3:]
+    sampler.seek(epoch=5)
+    assert epoch(sampler) != whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((0, 4), "0 samples"),
+        ((10, 0), "batch_size"),
+        ((10, 4, 0), "accumulate"),
+        ((10, 4, 5), "accumulate=4"),
+        ((3, 64, 5), "the data set"),
+    ],
+)
+def test_errors(arguments: tuple[int, ...], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        MicroBatchSampler(*arguments)
