@@ -10,6 +10,7 @@ from mtaccum.config import INTERRUPTED, RunConfig, prepare, resume_command, run_
 def train(config: RunConfig) -> int:
     """One training; the exit code is 0, or 130 if it was interrupted."""
     run = prepare(config)
+    print(run.describe(), flush=True)
     go_on = resume_command("train", sys.argv[1:], config.run_dir)
     try:
         interrupted = run.execute().interrupted

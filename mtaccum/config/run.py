@@ -48,6 +48,17 @@ class Run:
     config: RunConfig
     trainer: Trainer
 
+    def describe(self) -> str:
+        """What is about to be trained, in a line."""
+        config, model = self.config, self.trainer.model
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return (
+            f"training {', '.join(model.enabled_tasks())} ({parameters:,} parameters) on "
+            f"{next(model.parameters()).device}: {self.trainer.settings.total_steps} steps of "
+            f"{config.batch_size} samples in {config.micro_batches} micro-batch(es), "
+            f"schedule {config.engine.schedule}, into {config.run_dir}"
+        )
+
     def execute(self) -> Outcome:
         """Train, and write config, logs, states and summary into the run's folder."""
         folder = Path(self.config.run_dir)

@@ -65,7 +65,7 @@ class WindowPlan:
         raw = {name: [_count(name, task, batch) for batch in window] for name, task in enabled.items()}
         ranges = {
             name: [
-                task.label_range(batch) if task.label_limits and isinstance(n, Tensor) else None
+                task.label_range(batch) if task.label_limits and _may_be_positive(n) else None
                 for n, batch in zip(raw[name], window, strict=True)
             ]
             for name, task in enabled.items()
@@ -103,6 +103,11 @@ def _count(name: str, task: Task, batch: Any) -> Any:
         return task.count(batch)
     except (RuntimeError, TypeError, AttributeError, LookupError) as error:
         raise TaskError(f"task {name!r}: count() failed: {type(error).__name__}: {error}") from error
+
+
+def _may_be_positive(count: Any) -> bool:
+    """Whether there may be labels: a tensor's value isn't known yet."""
+    return isinstance(count, Tensor) or count > 0
 
 
 def _flat(lists: Iterable[Iterable[Any] | None]) -> list[Any]:
