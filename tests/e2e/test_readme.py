@@ -1,0 +1,107 @@
+"""Every command and snippet of the README, executed in order in one folder, as a reader would."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+# Training is shortened; what is typed is otherwise what runs.
+SHORT = [
+    "trainer.max_steps=3",
+    "trainer.eval_every=3",
+    "data.train.size=96",
+    "data.val.size=16",
+    "trainer.log_every=1",
+]
+LONGER = ["trainer.max_steps=4", *SHORT[1:]]  # than the one it resumes
+
+# .ci/run executes these in environments of its own: the first two literally; the third needs an index that
+# only serves PyTorch, and stands for `pip install torch==2.13.0` there.
+ELSEWHERE = {
+    "pip install -e . && python -m mtaccum.train '+tasks=[seg,cls]'",
+    "pip install -e '.[test]' && pytest",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+}
+
+
+def test_every_block_is_of_a_kind_that_is_executed() -> None:
+    assert {language for language, _ in BLOCKS} == {"sh", "python"}
+    assert len(BLOCKS) > 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    return folder
+
+
+def shell(line: str, folder: Path) -> None:
+    words = shlex.split(line)
+    if words[:3] == ["python", "-m", "mtaccum.train"] and "--cfg" not in words:
+        resumes = any(word.startswith("resume=") for word in words)
+        kept = [word for word in words if not word.startswith("trainer.max_steps=")]
+        words = [*kept, *(LONGER if resumes else SHORT)]
+    if words[0] == "tensorboard":
+        words = [sys.executable, "-m", "tensorboard.main", "--inspect", *words[1:]]  # reads, doesn't serve
+    if words[:2] == ["python", "benchmarks/peak_memory.py"] or words[:2] == [
+        "python",
+        "benchmarks/step_time.py",
+    ]:
+        words += ["--quick", "--output", str(folder / "results")]
+    if words[0] == "python":
+        words[0] = sys.executable
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+def test_snippets_and_commands_run_in_the_readers_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    # the first command of the README, whose run a later snippet loads
+    shell("python -m mtaccum.train '+tasks=[seg,cls]'", folder)
+    names: dict[str, object] = {"__name__": "readme"}
+    for language, text in BLOCKS:
+        if language == "python":
+            if file := re.match(r"# (\w+\.py)\n", text):
+                (folder / file[1]).write_text(text)
+            else:
+                exec(compile(text, "README.md", "exec"), names)
+        else:
+            for line in filter(None, text.splitlines()):
+                if line not in ELSEWHERE:
+                    shell(line, folder)
+
+
+def test_commands_in_the_text_run(folder: Path) -> None:
+    """Those set in one line, `like this`."""
+    commands = re.findall(r"`(python -m mtaccum\.\w+ [^`]*)`", README)
+    assert commands
+    for line in commands:
+        shell(line, folder)
+
+
+def test_what_is_executed_elsewhere_is_in_the_readme_and_in_ci() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    for line in ELSEWHERE:
+        assert line in README
+    assert "test command" in script
+    assert "python -m mtaccum.train" in script
+
+
+def test_links_and_pictures_exist() -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).is_file(), target
