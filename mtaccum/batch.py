@@ -79,8 +79,9 @@ def batch_size_of(batch: Any) -> int:
 
 
 def _is_field_list(batch: Any) -> bool:
-    samples = all(isinstance(e, Mapping) or dataclasses.is_dataclass(e) for e in batch or [None])
-    return isinstance(batch, list) and not samples
+    if not isinstance(batch, list) or not batch:
+        return False
+    return not all(isinstance(entry, Mapping) or dataclasses.is_dataclass(entry) for entry in batch)
 
 
 def _first_dimension(nest: Any) -> int | None:

@@ -140,6 +140,11 @@ def detach(nest: Any) -> Any:
     return map_tensors(nest, Tensor.detach)
 
 
+def rewrapped(nest: Any) -> Any:
+    """The same tensors in new containers, so that whoever gets them may rearrange its own."""
+    return map_tensors(nest, lambda tensor: tensor, strict=False)
+
+
 def describe(nest: Any) -> str:
     """Types and shapes in one line, for error messages: ``{c3: Tensor(8, 64, 16, 16), ...}``."""
     if isinstance(nest, Tensor):

@@ -15,7 +15,7 @@ from mtaccum.engine.result import LossLog
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import TaskError
-from mtaccum.model.tree import MultiTaskModel, Tree, named_errors
+from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
 from mtaccum.structure import describe, detach
 from mtaccum.tasks.base import Loss, Task
 
@@ -76,7 +76,7 @@ class _Binding:
     def loss(self, name: str, task: Task, features: Features) -> Tensor:
         """The task's mean loss on this micro-batch, with its graph."""
         if task.mode == "detached":
-            features = {node: detach(nest) for node, nest in features.items()}
+            features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
         with frozen(task) if task.mode == "frozen" else nullcontext():
             prediction = self.model.run(name, features, self.batch)
             with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):

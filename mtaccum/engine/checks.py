@@ -44,12 +44,13 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tasks = model.tasks_by_name()
     idle = tuple(f"tasks.{n}." for n, task in tasks.items() if not task.enabled or task.mode == "frozen")
-    missing = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in held and not name.startswith(idle)
-    ]
-    if missing:
+    # a parameter shared with an idle task has a name in each of the places where it is used
+    learning = {
+        id(parameter): name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and not name.startswith(idle)
+    }
+    if missing := [name for key, name in learning.items() if key not in held]:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise OptimizerError(
             f"the optimizer doesn't hold {len(missing)} trainable parameters: "

@@ -34,18 +34,30 @@ class Cut:
 
         self.features = map_tensors(features, leaf)
 
-    def send_back(self, features: Any) -> None:
-        """Run the backward of the node that made ``features``, from the gradient collected at the cut.
+    def take_gradients(self) -> list[Tensor | None]:
+        """The gradients that the children left, one for each tensor of the features; the detached
+        features are let go. A tensor that stands in several places has its gradient at the first."""
+        gradients: list[Tensor | None] = []
+        seen: set[int] = set()
+        for leaf in tensors_of(self.features):
+            gradients.append(None if id(leaf) in seen else leaf.grad)
+            seen.add(id(leaf))
+        self.features = None
+        return gradients
 
-        Args:
-            features: the node's features with their graph, of the structure given to the constructor.
-        """
-        outputs, gradients, seen = [], [], set()
-        for output, leaf in zip(tensors_of(features), tensors_of(self.features), strict=True):
-            if leaf.grad is not None and output.requires_grad and id(leaf) not in seen:
-                seen.add(id(leaf))
-                outputs.append(output)
-                gradients.append(leaf.grad)
-        if outputs:
-            # not through a caller's backward(loss): gradients at a cut are scaled already
-            torch.autograd.backward(outputs, gradients)
+
+def send_back(features: Any, gradients: list[Tensor | None]) -> None:
+    """Run the backward of the node that made ``features``, from the gradients collected at its cut.
+
+    Args:
+        features: with their graph, of the structure that the cut was made of.
+    """
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(tensors_of(features), gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    if pairs:
+        outputs, given = zip(*pairs, strict=True)
+        # not through a caller's backward(loss): gradients at a cut are scaled already
+        torch.autograd.backward(outputs, given)

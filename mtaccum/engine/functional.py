@@ -12,6 +12,7 @@ from mtaccum.engine.bind import sum_of_parts
 from mtaccum.engine.schedules import Backward, Features, Node, split
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import named_errors
+from mtaccum.structure import rewrapped
 
 _TRUNK = "features"
 
@@ -121,7 +122,7 @@ def _leaves(
 
         def run(above: Features) -> Tensor:
             with named_errors(lambda: f"task {name!r}"):
-                loss = sum_of_parts(function(above[_TRUNK]) if takes_features else function())
+                loss = sum_of_parts(function(rewrapped(above[_TRUNK])) if takes_features else function())
             done[name] = loss.detach()
             return loss * weight
 

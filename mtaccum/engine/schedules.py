@@ -7,14 +7,14 @@ keeps a graph longer than its own backward (there is no ``retain_graph``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtaccum.engine.cut import Cut
+from mtaccum.engine.cut import Cut, send_back
 from mtaccum.engine.replay import Replay
 from mtaccum.errors import InplaceError, TaskError
 from mtaccum.structure import tensors_of
@@ -98,12 +98,15 @@ def _split_at(node: Node, above: Features, backward: Backward) -> None:
     with replay.first(node.module) if again else nullcontext():
         features = run_inner(node, above, graph=node.needs_graph and not again)
     cut = Cut(features, pending=again)
-    split(node.children, {**above, node.name: cut.features}, backward)
     if again:
         del features  # before the same ones are made again
+    split(node.children, {**above, node.name: cut.features}, backward)
+    gradients = cut.take_gradients()
+    if again:
         with replay.repeat():
             features = run_inner(node, above, graph=True)
-    cut.send_back(features)
+    with _explained_backward():
+        send_back(features, gradients)
 
 
 SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
@@ -149,8 +152,14 @@ def run_backward(loss: Tensor, backward: Backward) -> None:
     """Backward of one loss; a constant one has none."""
     if not loss.requires_grad:
         return
-    try:
+    with _explained_backward():
         backward(loss)
+
+
+@contextmanager
+def _explained_backward() -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise TaskError(

@@ -101,7 +101,7 @@ class WindowPlan:
 def _count(name: str, task: Task, batch: Any) -> Any:
     try:
         return task.count(batch)
-    except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+    except Exception as error:
         raise TaskError(f"task {name!r}: count() failed: {type(error).__name__}: {error}") from error
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from mtaccum.batch import Inputs, call, get_field
-from mtaccum.errors import ConfigError, InplaceError, MtaccumError, TaskError, unknown_name
-from mtaccum.structure import describe
+from mtaccum.errors import ConfigError, InplaceError, TaskError, unknown_name
+from mtaccum.structure import describe, rewrapped
 
 if TYPE_CHECKING:  # tasks use the heads of this package; so this package only names their type
     from mtaccum.tasks.base import Task
@@ -120,8 +120,11 @@ class MultiTaskModel(nn.Module):
         return self._on[name]
 
     def gather(self, name: str, features: Mapping[str, Any]) -> Any:
-        """What node ``name`` gets, out of all features by node: one nest, or a tuple of them."""
-        parts = tuple(features[source] for source in self.sources(name))
+        """What node ``name`` gets, out of all features by node: one nest, or a tuple of them.
+
+        The containers are its own: a head that pops an entry from a dict must not take it from others.
+        """
+        parts = tuple(rewrapped(features[source]) for source in self.sources(name))
         return parts[0] if len(parts) == 1 else parts
 
     def run(self, name: str, features: Mapping[str, Any], batch: Any) -> Any:
@@ -182,7 +185,7 @@ def named_errors(where: Callable[[], str]) -> Iterator[None]:
         yield
     except (InplaceError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, TypeError, AttributeError, LookupError, MtaccumError) as error:
+    except Exception as error:
         raise TaskError(f"{where()}: {error}") from error
 
 
