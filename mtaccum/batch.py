@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtaccum.errors import BatchError
-from mtaccum.structure import describe, map_tensors, tensors_of, unpacker
+from mtaccum.structure import describe, unpacker
 
 Split = Callable[[Any, list[int]], list[Any]]
 
@@ -72,6 +72,8 @@ def batch_size_of(batch: Any) -> int:
         for field in fields:
             if (size := count(field)) is not None:
                 return size
+    if isinstance(batch, Sized) and unpacker(batch) is None:
+        return len(batch)
     raise BatchError(
         f"can't tell how many samples a batch of {describe(batch)} has: there is no tensor with a first "
         f"dimension in it, and no list."
@@ -165,37 +167,31 @@ def _cut(nest: Any, part: slice, samples: int) -> Any:
 
 
 def _cut_list(nest: list[Any], part: slice, samples: int) -> list[Any]:
-    batched = bool(nest) and all(
-        isinstance(e, Tensor) and e.dim() > 0 and e.shape[0] == samples for e in nest
-    )
-    if batched and len(nest) == samples:
-        raise BatchError(
-            f"a list of {samples} tensors of first dimension {samples} in a batch of {samples} samples "
-            f"could be one tensor per sample or one per field. Use a tuple for fields, or a stacked "
-            f"tensor for samples."
-        )
-    if batched:
+    if len(nest) == samples:
+        return nest[part]
+    if nest and all(isinstance(e, Tensor) and e.dim() > 0 and e.shape[0] == samples for e in nest):
         return [_cut(entry, part, samples) for entry in nest]
-    if len(nest) != samples:
-        raise BatchError(
-            f"a list of {len(nest)} entries can't be cut with a batch of {samples} samples: lists hold "
-            f"one entry per sample. Use a tuple for anything else."
-        )
-    return nest[part]
+    raise BatchError(
+        f"a list of {len(nest)} entries can't be cut with a batch of {samples} samples: lists hold one "
+        f"entry per sample, or tensors of {samples} samples. Use a tuple for anything else."
+    )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``; the very same object if they are there already.
 
-    Containers are rebuilt; an object we can't take apart is moved by its own ``.to(device)`` if it has
-    one, and passes through unchanged otherwise.
+    Containers are rebuilt; an object that can't be taken apart is moved by its own ``.to(device)`` if it
+    has one, and passes through unchanged otherwise.
     """
-    tensors = tensors_of(batch, strict=False)
-    if tensors and all(_same_device(tensor.device, device) for tensor in tensors):
-        return batch
-    if unpacker(batch) is None and not isinstance(batch, Tensor):
+    if isinstance(batch, Tensor):
+        return batch if _same_device(batch.device, device) else batch.to(device, non_blocking=True)
+    handler = unpacker(batch)
+    if handler is None:
         return batch.to(device) if hasattr(batch, "to") else batch
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True), strict=False)
+    unpack, pack = handler
+    parts = list(unpack(batch))
+    moved = [to_device(part, device) for part in parts]
+    return batch if all(new is old for new, old in zip(moved, parts, strict=True)) else pack(batch, moved)
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

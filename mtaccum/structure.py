@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -78,17 +79,24 @@ def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
 
 def _refuse_hidden_tensors(value: Any) -> None:
     """Raise if an object that can't be taken apart holds tensors: they would silently not be cut."""
-    names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
-    held = [getattr(value, name, None) for name in names if isinstance(name, str)]
-    if isinstance(value, set | frozenset):
-        held += list(value)
-    if any(isinstance(item, Tensor) or _contains_tensor(item) for item in held):
+    held = _held_by(value)
+    deeper = [item for object_ in held for item in _held_by(object_)]
+    if any(_contains_tensor(item) for item in [*held, *deeper]):
         cls = f"{type(value).__module__}.{type(value).__qualname__}"
         raise FeatureError(
             f"features of type {cls} hold tensors, but mtaccum can't take that type apart. Valid are "
             f"tensors in tuples, lists, dicts, named tuples and dataclasses. Return one of these, or "
             f"register the type: mtaccum.register_structure({type(value).__name__}, unpack, pack)."
         )
+
+
+def _held_by(value: Any) -> list[Any]:
+    """What an object of no known structure holds: its attributes, and the entries of a collection."""
+    if isinstance(value, Tensor | torch.nn.Module | type) or unpacker(value) is not None:
+        return []
+    names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
+    held = [getattr(value, name, None) for name in names if isinstance(name, str)]
+    return held + (list(value) if isinstance(value, set | frozenset | deque) else [])
 
 
 def _contains_tensor(value: Any) -> bool:

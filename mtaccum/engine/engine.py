@@ -146,7 +146,8 @@ class Engine:
         if held and warn:
             self._warn_once(
                 f"step() dropped gradients that were there before it ({len(held)} parameters). To add to "
-                f"gradients of your own use accumulate() and step the optimizer yourself."
+                f"gradients of your own use accumulate() and step the optimizer yourself.",
+                UserWarning,
             )
 
     @contextmanager
@@ -173,13 +174,14 @@ class Engine:
             self._warn_once(
                 f"the loss of {', '.join(inexact)} is not a mean over labels (additive = False): with "
                 f"{micro_batches} micro-batches its gradient is not that of the whole batch. Use one "
-                f"micro-batch for exact gradients."
+                f"micro-batch for exact gradients.",
+                InexactWarning,
             )
 
-    def _warn_once(self, message: str) -> None:
+    def _warn_once(self, message: str, category: type[Warning]) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, InexactWarning, stacklevel=4)
+            warnings.warn(message, category, stacklevel=4)
 
 
 def _device_of(model: nn.Module) -> torch.device:

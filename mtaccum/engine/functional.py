@@ -45,7 +45,8 @@ def split_backward(
             runs the head and returns the loss, a 0-d tensor or a dict of parts whose sum it is.
         weights: factor of each loss, by task; 1 where not given. A loss of weight 0 is not run.
         recompute: run the trunk without keeping its graph, and once more for its backward; needs
-            ``features`` as a function. Dropout and running statistics are as if it ran once.
+            ``features`` as a function. Dropout and running statistics are as if it ran once; this holds
+            for the buffers of modules that are called (not for those whose methods are called instead).
         backward: called once with each weighted loss instead of ``loss.backward()``.
 
     Returns:

@@ -93,7 +93,7 @@ class WindowPlan:
     def scale(self, task: str, micro_batch: int) -> float:
         """Factor of a task's mean loss over a micro-batch: weight * count / count in the window.
 
-        Written so that K equal counts give exactly weight / K.
+        Written so that K equal whole counts give exactly weight / K.
         """
         return self.weights[task] / (self.totals[task] / self.counts[task][micro_batch])
 
@@ -121,8 +121,9 @@ def _read(numbers: Sequence[Any]) -> list[float]:
     for index, number in enumerate(numbers):
         if isinstance(number, Tensor):
             by_device.setdefault(number.device, []).append(index)
-    for indices in by_device.values():
-        stacked = torch.stack([numbers[i].detach().double().reshape(()) for i in indices])
+    for device, indices in by_device.items():
+        wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no double
+        stacked = torch.stack([numbers[i].detach().to(wide).reshape(()) for i in indices])
         for index, value in zip(indices, stacked.tolist(), strict=True):
             found[index] = value
     return found

@@ -199,9 +199,10 @@ def _check_names(trunk: nn.Module | None, tasks: Mapping[str, Task], necks: Mapp
     if trunk is not None and not isinstance(trunk, nn.Module):
         raise ConfigError(f"the trunk is a {type(trunk).__name__}; it must be a torch.nn.Module or None.")
     for name in (*tasks, *necks):
-        if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict, name):
+        if not isinstance(name, str) or not name or set(name) & set("./") or hasattr(nn.ModuleDict(), name):
             raise ConfigError(
-                f"a node can't be called {name!r}: use a word without dots that ModuleDict doesn't use."
+                f"a node can't be called {name!r}: use a word without dots and slashes that isn't an "
+                f"attribute of torch.nn.ModuleDict."
             )
         if name in (TRUNK, ROOT):
             raise ConfigError(f"a node can't be called {name!r}: that name has a meaning of its own.")

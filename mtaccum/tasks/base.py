@@ -119,7 +119,9 @@ class Task(nn.Module):
         target = get_field(batch, self.target, None)
         if target is None:
             return 0
-        return len(target) if hasattr(target, "__len__") else batch_size_of(batch)
+        if isinstance(target, Tensor | list):
+            return len(target)
+        return batch_size_of(target if isinstance(target, Mapping | tuple) else batch)
 
     def label_range(self, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Smallest and largest valid label in the batch as 0-d tensors, to be held against

@@ -60,6 +60,11 @@ def task_class(name: str) -> type[Task]:
                         f"the task type {name!r} is announced by the entry point {entry.value!r}, which "
                         f"can't be imported: {error}"
                     ) from error
+                if not (isinstance(cls, type) and issubclass(cls, Task)):
+                    raise ConfigError(
+                        f"the entry point {entry.value!r} of the task type {name!r} leads to {cls!r}, which "
+                        f"is no subclass of mtaccum.Task."
+                    )
                 _classes.setdefault(name, cls)
     if name not in _classes:
         raise ConfigError(

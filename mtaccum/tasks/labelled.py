@@ -1,0 +1,52 @@
+"""What the built-in tasks share: a target they can't do without, a default head, resizing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtaccum.batch import get_field
+from mtaccum.errors import ConfigError
+from mtaccum.tasks.base import Task
+
+
+class Labelled(Task):
+    """A task that learns from an entry of the batch; arguments as in Task, but ``target`` is needed."""
+
+    target: str | int
+
+    def __init__(
+        self, head: nn.Module, target: str | int, weight: float, on: str | tuple[str, ...], mode: str
+    ) -> None:
+        if target is None:
+            raise ConfigError("target=None is for tasks without labels; name the batch's entry with them.")
+        super().__init__(head, target, weight, on, mode)
+
+    def has_target(self, batch: Any) -> bool:
+        """Whether the batch has the entry, and it is not None."""
+        return get_field(batch, self.target, None) is not None
+
+
+def own_or_builtin(
+    given: nn.Module | None, in_channels: int | None, make: Callable[[int], nn.Module]
+) -> nn.Module:
+    """The user's head if there is one, otherwise the built-in one."""
+    if given is not None:
+        return given
+    if in_channels is None:
+        raise ConfigError("give either head=, a module of your own, or in_channels=, for the built-in head.")
+    return make(in_channels)
+
+
+def resize(prediction: Tensor, batch: Any, size_like: str | int | None) -> Tensor:
+    """A dense prediction (batch, channels, h, w), bilinearly resized to the height and width of the
+    batch's entry ``size_like``; unchanged if that is None."""
+    if size_like is None:
+        return prediction
+    size = get_field(batch, size_like).shape[-2:]
+    if prediction.shape[-2:] == size:
+        return prediction
+    return F.interpolate(prediction, size=size, mode="bilinear", align_corners=False)

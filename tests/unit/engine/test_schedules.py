@@ -1,0 +1,578 @@
+"""The three schedules against the joint float64 reference, on awkward trees."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    SCHEDULE_NAMES,
+    RandomState,
+    Squared,
+    assert_close_gradients,
+    assert_equal_states,
+    awkward_batch,
+    awkward_model,
+    gradients_of,
+    joint_reference,
+    plain_batch,
+    plain_model,
+    seed_everything,
+)
+from torch import Tensor, nn
+
+from mtaccum import Engine, InplaceError, MultiTaskModel, Neck, split_batch
+
+schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+
+
+# --- exactness --------------------------------------------------------------------------------------------
+
+
+@schedules
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_buffers_and_randomness_equal_the_joint_reference_g1(
+    schedule: str, micro_batches: int
+) -> None:
+    model, window = awkward_model(), split_batch(awkward_batch(6), micro_batches)
+    seed_everything(5)
+    reference = joint_reference(model, window)
+    after_reference = RandomState()
+
+    seed_everything(5)
+    result = Engine(model, schedule=schedule).accumulate(window)
+
+    assert_close_gradients(model, reference, 1e-12)
+    assert_equal_states(dict(model.named_buffers()), reference.buffers)
+    assert RandomState() == after_reference
+    assert result.losses.keys() == reference.losses.keys()
+    for name, loss in result.losses.items():
+        assert loss.item() == pytest.approx(reference.losses[name].item(), rel=1e-12)
+
+
+@schedules
+def test_float32_gradients_equal_the_float64_reference_to_its_rounding(schedule: str) -> None:
+    # without dropout, whose masks are drawn differently in the two precisions
+    model, window = plain_model(), split_batch(plain_batch(13, missing=0.4), 3)
+    reference = joint_reference(model, window)
+    single = [{k: v.float() if v.is_floating_point() else v for k, v in batch.items()} for batch in window]
+
+    Engine(model.float(), schedule=schedule).accumulate(single)
+
+    assert_close_gradients(model.double(), reference, 1e-5)
+
+
+@schedules
+def test_several_steps_of_training_equal_those_by_hand(schedule: str) -> None:
+    model = awkward_model()
+    by_hand = copy.deepcopy(model)
+    # not Adam: it would blow up the rounding in gradients that are 0, as those of biases before BatchNorm
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    other = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    engine = Engine(model, optimizer, schedule=schedule)
+    for step in range(3):
+        window = split_batch(awkward_batch(6, seed=step), 2)
+        seed_everything(step)
+        reference = joint_reference(by_hand, window)
+        for name, parameter in by_hand.named_parameters():
+            parameter.grad = reference.gradients[name]
+        other.step()
+        buffers = dict(by_hand.named_buffers())
+        for name, value in reference.buffers.items():
+            buffers[name].copy_(value)
+        seed_everything(step)
+        engine.step(window)
+    for (name, one), two in zip(model.named_parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(
+            one, two, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@schedules
+def test_schedules_agree_bit_for_bit_on_buffers_and_dropout_masks(schedule: str) -> None:
+    model, window = awkward_model(), [awkward_batch(4)]
+    masks: list[Tensor] = []
+    model.trunk.dropout.register_forward_hook(lambda _m, _i, output: masks.append(output.detach() == 0))
+    model.necks["deep"].module.dropout.register_forward_hook(
+        lambda _m, _i, output: masks.append(output.detach() == 0)
+    )
+    seed_everything(3)
+    joint_reference(model, window)  # a copy of the model, with its hooks: two masks
+    joint = list(masks)
+    assert len(joint) == 2
+    masks.clear()
+
+    seed_everything(3)
+    Engine(model, schedule=schedule).accumulate(window)
+
+    assert len(masks) == {"summed": 2, "sequential": 7 + 1, "split": 2}[schedule]
+    for mask in masks:
+        assert torch.equal(mask, joint[0 if mask.dim() == 4 else 1])
+
+
+@schedules
+def test_independent_models_without_a_trunk(schedule: str) -> None:
+    model = MultiTaskModel(
+        None,
+        {"a": Squared(nn.Linear(3, 2)), "b": Squared(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))},
+        inputs="x",
+    ).double()
+    window = [{"x": torch.rand(n, 3, dtype=torch.float64)} for n in (2, 5)]
+    Engine(model, schedule=schedule).accumulate(window)
+    assert_close_gradients(model, joint_reference(model, window), 1e-12)
+
+
+@schedules
+def test_a_learned_tensor_among_the_features_gets_its_gradient(schedule: str) -> None:
+    # queries of a transformer: a parameter that the trunk hands on as it is
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+            self.queries = nn.Parameter(torch.rand(5, 4))
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            values = self.layer(x)
+            return {"values": values, "part": values[:, :2], "queries": self.queries, "mask": x > 0, "x": x}
+
+    class Attend(nn.Module):
+        def forward(self, f: dict[str, Any]) -> Tensor:
+            return torch.softmax(f["values"] @ f["queries"].T, -1) * f["part"].sum() * f["mask"].any()
+
+    model = MultiTaskModel(Queries(), {"a": Squared(Attend()), "b": Squared(Attend(), weight=2)}, inputs="x")
+    model.double()
+    window = [{"x": torch.rand(4, 3, dtype=torch.float64)}]
+    Engine(model, schedule=schedule).accumulate(window)
+    assert_close_gradients(model, joint_reference(model, window), 1e-12)
+
+
+@schedules
+def test_a_task_without_any_parameter_and_a_constant_loss_do_no_harm(schedule: str) -> None:
+    class Constant(Squared):
+        def loss(self, prediction: Tensor, batch: Any) -> Tensor:
+            return torch.tensor(3.0)
+
+    model = MultiTaskModel(
+        nn.Linear(3, 2), {"zero": Constant(nn.Identity()), "bare": Squared(nn.Identity())}, inputs="x"
+    )
+    result = Engine(model, schedule=schedule).accumulate([{"x": torch.rand(4, 3)}])
+    assert result.losses["zero"].item() == 3.0
+    assert model.trunk.weight.grad is not None
+
+
+@schedules
+def test_a_tensor_that_stands_in_several_places_stays_one(schedule: str) -> None:
+    # cut in two, it would take the memory of two gradients
+    class Same(nn.Module):
+        def forward(self, features: dict[str, Any]) -> Tensor:
+            assert features["list"][2][0] is features["pyramid"].fine
+            return features["pyramid"].fine
+
+    model = MultiTaskModel(
+        awkward_model().trunk, {"a": Squared(Same()), "b": Squared(Same())}, inputs="image"
+    )
+    Engine(model, schedule=schedule).accumulate([awkward_batch(2)])
+
+
+@schedules
+def test_passes_of_the_trunk(schedule: str) -> None:
+    model = awkward_model()
+    passes: list[None] = []
+    model.trunk.register_forward_hook(lambda *_: passes.append(None))
+    Engine(model, schedule=schedule).accumulate([awkward_batch(2), awkward_batch(3)])
+    assert len(passes) == {"summed": 2, "sequential": 2 * 7, "split": 2}[schedule]
+
+
+# --- lifetimes --------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """Stands in for a tensor that autograd saved, so that its life can be watched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@contextmanager
+def watching(model: MultiTaskModel) -> Iterator[Callable[[], list[str]]]:
+    """Yields a function: the nodes whose forwards saved tensors that are alive now."""
+    alive: list[tuple[str, weakref.ref[Saved]]] = []
+    running: list[str] = []
+    handles = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        handles.append(module.register_forward_pre_hook(lambda *_: running.append(name)))
+        handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+
+    def pack(tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        alive.append((running[-1] if running else "loss", weakref.ref(saved)))
+        return saved
+
+    watch("trunk", model.trunk)
+    for name in (*model.necks, *model.tasks):
+        watch(name, model.node(name))
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            yield lambda: sorted({name for name, ref in alive if ref() is not None})
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_after_each_head_no_saved_tensor_of_it_is_alive_in_split_g2() -> None:
+    model, seen = awkward_model(), []
+    with watching(model) as alive:
+
+        def backward(loss: Tensor) -> None:
+            before = alive()
+            loss.backward()
+            seen.append((before, alive()))
+
+        Engine(model, schedule="split", backward=backward).accumulate([awkward_batch(3)])
+        assert alive() == []
+    shared = {"trunk", "fpn", "deep"}
+    assert len(seen) == 7
+    for before, after in seen:
+        heads = set(before) - shared - {"loss"}
+        assert len(heads) <= 1, f"graphs of several heads at once: {heads}"
+        assert set(after) <= shared, f"left alive after a head's backward: {after}"
+    assert seen[0][1] == ["fpn", "trunk"], "the shared graphs were to be watched too"
+    assert seen[-1][1] == ["trunk"], "the necks were to be done before the trunk's other heads"
+
+
+def test_after_each_task_nothing_at_all_is_alive_in_sequential_g2() -> None:
+    model, seen, left = awkward_model(), [], []
+    with watching(model) as alive:
+
+        def backward(loss: Tensor) -> None:
+            seen.append(alive())
+            loss.backward()
+
+        # as the next task starts: parts of a graph that a backward doesn't reach die with the features
+        model.trunk.register_forward_pre_hook(lambda *_: left.append(alive()))
+        Engine(model, schedule="sequential", backward=backward).accumulate([awkward_batch(3)])
+        left.append(alive())
+    assert left == [[]] * 8
+    for before in seen:
+        assert "trunk" in before
+        assert len(set(before) - {"trunk", "fpn", "deep", "loss"}) <= 1
+
+
+def test_summed_keeps_all_heads_and_leaves_nothing_g2() -> None:
+    # the baseline; and it shows that the watching sees what it should
+    model, seen = awkward_model(), []
+    with watching(model) as alive:
+
+        def backward(loss: Tensor) -> None:
+            seen.append(alive())
+            loss.backward()
+
+        Engine(model, schedule="summed", backward=backward).accumulate([awkward_batch(3)])
+        assert alive() == []
+    assert len(seen) == 1
+    assert {"trunk", "fpn", "deep", "seg", "depth", "cls"} <= set(seen[0])
+
+
+@schedules
+def test_no_schedule_asks_to_retain_a_graph_g2(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.autograd.backward
+    calls: list[Any] = []
+
+    def watched(
+        tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, *rest: Any, **more: Any
+    ) -> None:
+        calls.append(retain_graph)
+        real(tensors, grad_tensors, retain_graph, *rest, **more)
+
+    monkeypatch.setattr(torch.autograd, "backward", watched)
+    Engine(awkward_model(), schedule=schedule).accumulate([awkward_batch(3)])
+    assert calls
+    assert not any(calls)
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Iterator[None]:
+    """What a reference cycle holds would live until the collector comes by, on a device for many steps."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@schedules
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_features_and_batch_die_with_their_micro_batch_g6(schedule: str) -> None:
+    model = awkward_model()
+    features: list[weakref.ref[Tensor]] = []
+    inputs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def before(_module: nn.Module, given: tuple[Tensor]) -> None:
+        if not inputs or inputs[-1]() is not given[0]:  # not for repeats on the same micro-batch
+            alive.append(sum(ref() is not None for ref in (*features, *inputs)))
+            inputs.append(weakref.ref(given[0]))
+
+    model.trunk.register_forward_pre_hook(before)
+    model.trunk.register_forward_hook(lambda _m, _i, output: features.append(weakref.ref(output["list"][0])))
+    # the inputs are made for each micro-batch, as those are that are moved to a device
+    model._inputs_from = lambda batch: batch["image"].clone()
+
+    Engine(model, schedule=schedule).accumulate(split_batch(awkward_batch(6), 3))
+
+    alive.append(sum(ref() is not None for ref in (*features, *inputs)))
+    assert alive == [0] * 4
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_predictions_die_with_their_last_name() -> None:
+    model = awkward_model()
+    predictions = model(awkward_batch(2))
+    ref = weakref.ref(predictions["seg"])
+    del predictions
+    assert ref() is None
+
+
+# --- in-place operations ----------------------------------------------------------------------------------
+
+
+class InplaceHead(nn.Module):
+    """Starts with an operation that writes into what it was given."""
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.write = write
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(x)
+        return self.layer(x)
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "relu": nn.ReLU(inplace=True),
+    "add": lambda x: x.add_(1),
+    "slice": lambda x: x[:, 0].zero_(),
+    "detached": lambda x: x.detach().mul_(2),
+}
+
+
+@schedules
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("trunk", ["training", "frozen"])
+@pytest.mark.parametrize("where", ["first", "last", "neck", "detached task"])
+def test_a_head_that_writes_into_shared_features_is_refused_by_name_b2(
+    schedule: str, write: str, trunk: str, where: str
+) -> None:
+    # With the trunk frozen PyTorch would say nothing, and the next head would see other features.
+    head, other = InplaceHead(WRITES[write]), nn.Linear(4, 2)
+    necks = {}
+    if where == "neck":
+        necks = {"bad": Neck(head)}
+        tasks = {"a": Squared(nn.Linear(2, 1), on="bad"), "good": Squared(other)}
+    else:
+        mode = "detached" if where == "detached task" else "train"
+        tasks = {"bad": Squared(head, mode=mode), "good": Squared(other)}
+        tasks = dict(reversed(tasks.items())) if where == "last" else tasks
+    model = MultiTaskModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), tasks, inputs="x", necks=necks)
+    model.trunk.requires_grad_(trunk == "training")
+
+    with pytest.raises(InplaceError, match="'bad' writes in place") as caught:
+        Engine(model, schedule=schedule).accumulate([{"x": torch.rand(5, 3)}])
+
+    assert "nn.ReLU()" in str(caught.value)
+    assert all(gradient is None for gradient in gradients_of(model).values())
+
+
+@schedules
+def test_writing_into_ones_own_tensors_is_nobody_elses_matter_b2(schedule: str) -> None:
+    head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+    model = MultiTaskModel(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)),
+        {"a": Squared(head), "b": Squared(nn.Linear(4, 1))},
+        inputs="x",
+    ).double()
+    window = [{"x": torch.rand(5, 3, dtype=torch.float64)}]
+    Engine(model, schedule=schedule).accumulate(window)
+    assert_close_gradients(model, joint_reference(model, window), 1e-12)
+
+
+class Stack(nn.Module):
+    """A trunk that hands on a list of skips, and a dict, as encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        low = torch.tanh(self.first(x))
+        return {"skips": [low, torch.tanh(self.second(low))]}
+
+
+class Decoder(nn.Module):
+    """Takes the skips off the list and puts its own result into the dict, as decoders do."""
+
+    def __init__(self, polite: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.polite = polite
+
+    def forward(self, features: dict[str, Any]) -> Tensor:
+        if self.polite:
+            features = {"skips": list(features["skips"])}
+        x = self.layer(features["skips"].pop())
+        features["skips"][0] = x * features["skips"][0]
+        features["out"] = features["skips"].pop()
+        return features["out"]
+
+
+@schedules
+@pytest.mark.parametrize("neck", [False, True])
+def test_a_head_that_rearranges_its_features_changes_nothing_for_others_b2(schedule: str, neck: bool) -> None:
+    def model(polite: bool) -> MultiTaskModel:
+        torch.manual_seed(0)
+        necks = {"n": Neck(Decoder(polite))} if neck else {}
+        tasks = {"a": Squared(Decoder(polite)), "b": Squared(Decoder(polite), weight=0.5)}
+        if neck:
+            tasks["on neck"] = Squared(nn.Linear(4, 1), on="n")
+        return MultiTaskModel(Stack(), tasks, inputs="x", necks=necks).double()
+
+    window = [{"x": torch.rand(5, 3, dtype=torch.float64)}]
+    rude = model(polite=False)
+    Engine(rude, schedule=schedule).accumulate(window)
+    assert_close_gradients(rude, joint_reference(model(polite=True), window), 1e-12)
+
+
+# --- disabled, frozen, detached ---------------------------------------------------------------------------
+
+
+def two_tasks(mode: str, weight: float = 1.0) -> MultiTaskModel:
+    torch.manual_seed(0)
+    model = MultiTaskModel(
+        nn.Linear(3, 4),
+        {
+            "a": Squared(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Tanh())),
+            "b": Squared(nn.Linear(4, 2)),
+        },
+        inputs="x",
+    ).double()
+    model.task("a").mode = mode
+    model.task("a").weight = weight
+    return model
+
+
+@schedules
+def test_disabled_frozen_and_detached_are_three_different_things_b3(schedule: str) -> None:
+    window = [{"x": torch.rand(6, 3, dtype=torch.float64)}]
+    full = joint_reference(two_tasks("train"), window).gradients
+    without_a = joint_reference(two_tasks("train", weight=0), window).gradients
+    assert not torch.equal(full["trunk.weight"], without_a["trunk.weight"])
+    # whose trunk gradient; whether a's head learns; whether its BatchNorm moves; whether it has a loss
+    expected = {
+        "train": (full, True, True, True),
+        "frozen": (full, False, False, True),
+        "detached": (without_a, True, True, True),
+        "off": (without_a, False, False, False),
+    }
+    for mode, (trunk_gradient, learns, moves, reports) in expected.items():
+        model = two_tasks(mode)
+        result = Engine(model, schedule=schedule).accumulate(window)
+        gradients = gradients_of(model)
+        torch.testing.assert_close(
+            gradients["trunk.weight"], trunk_gradient["trunk.weight"], rtol=1e-12, atol=0
+        )
+        for name in ("tasks.a.head.0.weight", "tasks.a.head.1.weight"):
+            if learns:
+                torch.testing.assert_close(gradients[name], full[name], rtol=1e-12, atol=1e-15)
+            else:
+                assert gradients[name] is None, (mode, name)
+        norm = model.task("a").head[1]
+        assert (norm.num_batches_tracked.item() == 1) is moves, mode
+        assert norm.running_mean.any().item() is moves, mode
+        assert ("a" in result.losses) is reports, mode
+        assert all(parameter.requires_grad for parameter in model.parameters()), mode
+
+
+@schedules
+def test_a_weight_of_0_never_runs_the_task_b3(schedule: str) -> None:
+    model = two_tasks("train", weight=0)
+    passes: list[None] = []
+    model.task("a").register_forward_hook(lambda *_: passes.append(None))
+    result = Engine(model, schedule=schedule).accumulate([{"x": torch.rand(6, 3, dtype=torch.float64)}])
+    assert passes == []
+    assert set(result.losses) == {"b"}
+    assert gradients_of(model.task("a")) == dict.fromkeys(gradients_of(model.task("a")))
+
+
+@schedules
+def test_frozen_survives_an_error_in_the_head_b3(schedule: str) -> None:
+    model = two_tasks("frozen")
+    model.task("a").head[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(Exception, match="division"):
+        Engine(model, schedule=schedule).accumulate([{"x": torch.rand(6, 3, dtype=torch.float64)}])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.task("a").head[1].num_batches_tracked.item() == 0
+
+
+@schedules
+def test_a_weight_shared_with_a_frozen_head_learns_from_the_other_b3(schedule: str) -> None:
+    model = two_tasks("frozen")
+    frozen, learning = model.task("a").head[0], model.task("b").head
+    learning.weight = frozen.weight
+    window = [{"x": torch.rand(6, 3, dtype=torch.float64)}]
+    only_b = two_tasks("train", weight=0)
+    only_b.task("b").head.weight.data.copy_(frozen.weight)
+    reference = joint_reference(only_b, window)
+
+    Engine(model, schedule=schedule).accumulate(window)
+
+    torch.testing.assert_close(
+        learning.weight.grad, reference.gradients["tasks.b.head.weight"], rtol=1e-12, atol=1e-15
+    )
+
+
+@schedules
+def test_a_frozen_trunk_runs_without_a_graph_b4(schedule: str) -> None:
+    model = awkward_model()
+    for module in (model.trunk, model.necks["fpn"]):
+        module.requires_grad_(False)
+    outputs: list[Tensor] = []
+    model.trunk.register_forward_hook(lambda _m, _i, output: outputs.append(output["list"][0]))
+    window = [awkward_batch(4)]
+    seed_everything(0)
+    reference = joint_reference(model, window)
+    outputs.clear()
+
+    with watching(model) as alive:
+        during: list[str] = []
+
+        def backward(loss: Tensor) -> None:
+            during.extend(alive())
+            loss.backward()
+
+        seed_everything(0)
+        Engine(model, schedule=schedule, backward=backward).accumulate(window)
+
+    assert_close_gradients(model, reference, 1e-12)
+    assert not any(output.requires_grad for output in outputs)
+    assert "trunk" not in during
+    if schedule != "sequential":
+        assert len(outputs) == 1
+
+
+def test_only_detached_tasks_leave_the_trunk_without_a_graph_b4() -> None:
+    model = two_tasks("detached")
+    model.task("b").mode = "detached"
+    requires: list[bool] = []
+    model.trunk.register_forward_hook(lambda _m, _i, output: requires.append(output.requires_grad))
+    for schedule in SCHEDULE_NAMES:
+        Engine(model, schedule=schedule).accumulate([{"x": torch.rand(6, 3, dtype=torch.float64)}])
+    assert not any(requires)
+    assert model.trunk.weight.grad is None
+    assert model.task("b").head.weight.grad is not None
