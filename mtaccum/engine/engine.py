@@ -92,20 +92,26 @@ class Engine:
         if self.optimizer is None:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
         check_optimizer(self.model, self.optimizer)  # tasks may have been switched on since
-        self._drop_gradients(warn=True)
+        parameters = list(self.model.parameters())
+        if dropped := _drop_gradients(parameters):
+            self._warn_once(
+                f"step() dropped gradients that were there before it ({dropped} parameters). To add to "
+                f"gradients of your own use accumulate() and step the optimizer yourself.",
+                UserWarning,
+            )
         try:
-            result = self.accumulate(window)
+            result = self._accumulate(window, parameters)
             if not result.losses:
                 return result
             if self.on_gradients is not None:
                 self.on_gradients(self.model)
-            grad_norm = self._clip()
+            grad_norm = _clip(parameters, self.max_grad_norm)
             self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             return replace(result, grad_norm=grad_norm, stepped=True)
         finally:
-            self._drop_gradients()
+            _drop_gradients(parameters)
 
     def accumulate(self, window: Sequence[Any]) -> StepResult:
         """Add the window's gradient to ``.grad`` and don't step, for loops owned by others.
@@ -116,56 +122,24 @@ class Engine:
         Raises:
             LabelError, TaskError: as in ``step``; the gradients are then as they were before.
         """
+        parameters = list(self.model.parameters())
+        with _gradients_set_aside(parameters):
+            return self._accumulate(window, parameters)
+
+    def _accumulate(self, window: Sequence[Any], parameters: Sequence[nn.Parameter]) -> StepResult:
+        """The window's gradient, into ``.grad`` that are all None."""
         check_window(self.model, window)
         plan = WindowPlan.of(self.model.tasks_by_name(), window)
         self._warn_inexact(len(window))
         log = LossLog(plan)
-        device = _device_of(self.model)
-        with self._gradients_set_aside():
-            for index, batch in enumerate(window):
-                if active := plan.active(index):
-                    # moved here and bound to no name: on the device is only the micro-batch that runs
-                    roots, inputs = bind(self.model, to_device(batch, device), plan, index, active, log)
-                    SCHEDULES[self.schedule](roots, {ROOT: inputs}, self.backward)
-                    del roots, inputs
+        device = _device_of(self.model, parameters)
+        for index, batch in enumerate(window):
+            if active := plan.active(index):
+                # moved here and bound to no name: on the device is only the micro-batch that runs
+                roots, inputs = bind(self.model, to_device(batch, device), plan, index, active, log)
+                SCHEDULES[self.schedule](roots, {ROOT: inputs}, self.backward)
+                del roots, inputs
         return log.result(micro_batches=len(window))
-
-    def _clip(self) -> Tensor:
-        """Norm of all gradients together; clips them if asked to."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if self.max_grad_norm is not None:
-            learned = [p for p in self.model.parameters() if p.grad is not None]
-            nn.utils.clip_grads_with_norm_(learned, self.max_grad_norm, norm)
-        return norm
-
-    def _drop_gradients(self, warn: bool = False) -> None:
-        held = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        for parameter in held:
-            parameter.grad = None
-        if held and warn:
-            self._warn_once(
-                f"step() dropped gradients that were there before it ({len(held)} parameters). To add to "
-                f"gradients of your own use accumulate() and step the optimizer yourself.",
-                UserWarning,
-            )
-
-    @contextmanager
-    def _gradients_set_aside(self) -> Iterator[None]:
-        """Gradients that are there already stay untouched until the new ones are complete."""
-        before = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        for parameter, _ in before:
-            parameter.grad = None
-        try:
-            yield
-        except BaseException:
-            self._drop_gradients()
-            for parameter, gradient in before:
-                parameter.grad = gradient
-            raise
-        with torch.no_grad():
-            for parameter, gradient in before:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def _warn_inexact(self, micro_batches: int) -> None:
         tasks = self.model.tasks_by_name()
@@ -184,8 +158,41 @@ class Engine:
             warnings.warn(message, category, stacklevel=4)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> torch.device:
     """The device of the model's first parameter or buffer; the CPU if it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
+    first = parameters[0] if parameters else next(model.buffers(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Norm of all gradients together; clips them to ``max_norm`` if it is given."""
+    learned = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(learned, max_norm, norm)
+    return norm
+
+
+def _drop_gradients(parameters: Sequence[nn.Parameter]) -> int:
+    """Set all gradients to None, and tell how many weren't."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in held:
+        parameter.grad = None
+    return len(held)
+
+
+@contextmanager
+def _gradients_set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Gradients that are there already stay untouched until the new ones are complete."""
+    before = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    _drop_gradients(parameters)
+    try:
+        yield
+    except BaseException:
+        _drop_gradients(parameters)
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
+    with torch.no_grad():
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

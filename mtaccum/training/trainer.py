@@ -102,6 +102,7 @@ class Trainer:
         self.saved_steps: int | None = None
         """Steps of the state that was saved last, by this process; None if it has saved none."""
         self._stepping = False
+        self._lr = 0.0
 
     @property
     def evaluated_model(self) -> MultiTaskModel:
@@ -184,8 +185,9 @@ class Trainer:
         """One step; the first one with optimizer state, or the only one, is measured."""
         results: list[StepResult] = []
         self._stepping = True
+        assert self.engine.optimizer is not None
+        self._lr = self.engine.optimizer.param_groups[0]["lr"]  # the step's own; the scheduler ticks in it
         if self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
-            assert self.engine.optimizer is not None
             state = [v for s in self.engine.optimizer.state.values() for v in s.values()]
             self.peak = measure_peak(
                 lambda: results.append(self.engine.step(window)),
@@ -208,12 +210,11 @@ class Trainer:
         return min(self.sampler.batch_size, self.sampler.samples - batch * self.sampler.batch_size)
 
     def _scalars(self, result: StepResult, samples_per_s: float) -> dict[str, float]:
-        assert self.engine.optimizer is not None
         assert result.grad_norm is not None
         return {
             **{f"loss/{name}": loss.item() for name, loss in {**result.losses, **result.parts}.items()},
             **{f"count/{name}": count for name, count in result.counts.items()},
-            "lr": self.engine.optimizer.param_groups[0]["lr"],
+            "lr": self._lr,
             "grad_norm": result.grad_norm.item(),
             "samples_per_s": samples_per_s,
         }
