@@ -7,9 +7,7 @@ from torch import nn
 __all__ = ["dense_model", "linear_model"]
 
 
-def dense_model(
-    heads: int, width: int = 128, classes: int = 13
-) -> tuple[nn.Module, list[nn.Module]]:
+def dense_model(heads: int, width: int = 128, classes: int = 13) -> tuple[nn.Module, list[nn.Module]]:
     """A small convolutional trunk and ``heads`` dense prediction heads.
 
     Meant for float32 input of shape (8, 3, 128, 128). The trunk has stride 4 and maps
@@ -42,9 +40,7 @@ def dense_model(
     return trunk, [_dense_head(width, classes) for _ in range(heads)]
 
 
-def linear_model(
-    heads: int, width: int = 1024, classes: int = 10
-) -> tuple[nn.Module, list[nn.Module]]:
+def linear_model(heads: int, width: int = 1024, classes: int = 10) -> tuple[nn.Module, list[nn.Module]]:
     """A three-layer perceptron and ``heads`` linear heads, meant for input of shape (256, 1024).
 
     The trunk maps (batch, ``width``) to features (batch, ``width``), each head those to logits

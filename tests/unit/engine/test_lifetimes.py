@@ -1,7 +1,7 @@
 """What a step used is gone when it returns, without help by the garbage collector.
 
-A function that calls itself by a name in its closure is a reference cycle; one of these in the step would keep
-features and batches alive until a collection happens to run, and the peak would grow with tasks and K.
+A function that calls itself by a name in its closure is a reference cycle; one of these in the step would
+keep features and batches alive until a collection happens to run, and the peak would grow with tasks and K.
 """
 
 from __future__ import annotations
