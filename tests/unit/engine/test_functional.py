@@ -458,3 +458,22 @@ def test_an_error_of_the_trunk_is_its_own() -> None:
     model = copy.deepcopy(net())
     with pytest.raises(RuntimeError, match="shapes"):
         split_backward(lambda: model.trunk(X[:, :2]), losses_of(model))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast_around_the_call_loses_no_gradient_of_the_trunk(recompute: bool) -> None:
+    """Autocast caches cast weights; those cast while there was no graph lead nowhere."""
+    trunk, head = nn.Linear(4, 8), nn.Linear(8, 3)
+    x = torch.rand(5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        F.cross_entropy(head(trunk(x)).float(), torch.arange(5) % 3).backward()
+        expected = trunk.weight.grad
+        trunk.weight.grad = head.weight.grad = None
+        assert expected is not None
+        torch.clear_autocast_cache()
+        split_backward(
+            lambda: trunk(x),
+            {"a": lambda f: F.cross_entropy(head(f).float(), torch.arange(5) % 3)},
+            recompute=recompute,
+        )
+    torch.testing.assert_close(trunk.weight.grad, expected)
