@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
 from common import environment, environment_line, markdown_table, write_results
 
 SCHEDULES = ("summed", "sequential", "split")
@@ -60,7 +59,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", default="seg,cls")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("overrides", nargs="*", help="further overrides of the training")
     arguments = parser.parse_args()
     runs = [("split", seed) for seed in SEEDS] + [(s, SEEDS[0]) for s in SCHEDULES if s != "split"]

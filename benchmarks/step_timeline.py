@@ -9,17 +9,14 @@ gradients exist already, and what is alive at the start (parameters, gradients, 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from models import dense_model
+from torch import Tensor, nn
 
 from mtaccum.engine.schedules import SCHEDULES, Node
 from mtaccum.memory import LiveBytes

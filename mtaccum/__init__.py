@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the one needs hydra, the other torchmetrics, and a loop of your own needs neither.
+    # On first use: the one needs hydra, the other rich, and a loop of your own needs neither.
     if name == "load":
         from mtaccum.config import load
 

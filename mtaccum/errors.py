@@ -50,7 +50,8 @@ def first_line(error: BaseException) -> str:
 def unknown_name(kind: str, given: object, known: Iterable[object], hint: str = "") -> str:
     """The message for a name that doesn't exist: the nearest one, then all there are."""
     names = sorted(str(name) for name in known)
-    nearest = difflib.get_close_matches(str(given), names, n=1)
+    others = [name for name in names if name != str(given)]
+    nearest = difflib.get_close_matches(str(given), others, n=1)
     guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} {given!r}.{guess} Known: {listing}." + (f" {hint}" if hint else "")

@@ -54,6 +54,7 @@ def find_device(name: str) -> torch.device:
 
 
 def check_tasks(config: RunConfig) -> None:
+    """At least one task must be chosen and switched on."""
     if not config.tasks:
         raise ConfigError("no task was chosen. Choose some: '+tasks=[seg,cls]'.")
     enabled = [t for t in config.tasks.values() if t.get("mode") != "off" and t.get("weight", 1) != 0]
@@ -81,11 +82,13 @@ def check_targets(config: RunConfig, model: MultiTaskModel, train: Any) -> None:
         missing = {name: task for name, task in missing.items() if not _has_label(name, task, batch)}
         if not missing:
             return
-    name, task = next(iter(missing.items()))
-    entries = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"{type(batch).__name__}"
+    entries = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
     raise ConfigError(
-        f"tasks.{name}: no label under its target {task.target!r} in any of the first {scanned} samples. "
-        f"The samples have: {entries}."
+        "\n".join(
+            f"tasks.{name}: no label under its target {task.target!r} in any of the first {scanned} samples."
+            for name, task in missing.items()
+        )
+        + f"\nThe samples have: {entries}."
     )
 
 

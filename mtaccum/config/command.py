@@ -20,7 +20,6 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import mtaccum
 from mtaccum.config.schema import RunConfig, known_keys
 from mtaccum.errors import ConfigError, MtaccumError, unknown_name
 
@@ -31,7 +30,7 @@ _TASKS = re.compile(r"^\+{0,2}tasks=(.*)$", re.DOTALL)
 
 def config_dir() -> Path:
     """The folder with the configs that ship: inside the installed package, or beside it in a checkout."""
-    package = Path(mtaccum.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
@@ -75,7 +74,9 @@ def run_command(config_name: str, function: Callable[[RunConfig], int], argument
         return INTERRUPTED
     finally:
         sys.argv = argv
-        os.environ["HYDRA_FULL_ERROR"] = before or ""
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
     return max(codes, default=0)
 
 
@@ -151,16 +152,22 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
             return unknown_name(f"option of {group}:", option, known)
     text = str(error)
     if key := re.search(r"Could not override '([^']+)'", text):
-        return _explain_key(key[1])
+        return _explain_key(key[1], arguments)
     if isinstance(error, ConfigError) and text.startswith("no task was chosen"):
         return _no_task(group_options("tasks", arguments))
     lines = [line for line in text.splitlines() if line.strip() and "full_key" not in line]
     return "\n".join([*lines[:6], *(["..."] if len(lines) > 6 else [])])
 
 
-def _explain_key(key: str) -> str:
+def _explain_key(key: str, arguments: Sequence[str]) -> str:
     """A key that the composed config doesn't have: the ones it could have in that place."""
     above, _, last = key.rpartition(".")
+    if (parts := key.split("."))[0] == "tasks" and len(parts) > 2 and parts[1] in group_options("tasks"):
+        chosen = [a for a in arguments if _TASKS.match(a)]
+        if not any(re.search(rf"\b{re.escape(parts[1])}\b", a) for a in chosen):
+            return (
+                f"{key} is set, but the task {parts[1]!r} is not chosen. Add it: '+tasks=[...,{parts[1]}]'."
+            )
     place = f"key in {above}:" if above else "key"
     if known := known_keys(above):
         return unknown_name(place, last, known)

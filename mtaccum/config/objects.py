@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from mtaccum.config.schema import RunConfig
-from mtaccum.errors import ConfigError, TaskError, first_line, unknown_name
-from mtaccum.model import TRUNK, MultiTaskModel, Neck
+from mtaccum.errors import ConfigError, TaskError, unknown_name
+from mtaccum.model import TRUNK, MultiTaskModel, Neck, evaluating
 from mtaccum.structure import describe, tensors_of
 from mtaccum.tasks import Task, task_class, task_types
 
@@ -35,7 +35,7 @@ def instantiate(place: str, config: Mapping[str, Any], **arguments: Any) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{place}: {cause}") from error
-        reason = first_line(cause)
+        reason = " ".join(str(cause).split()) or type(cause).__name__
         raise ConfigError(f"{place}: can't build {config['_target_']}: {reason}") from error
 
 
@@ -100,16 +100,11 @@ class _Probe(Task):
 
 def _outputs(model: MultiTaskModel, batch: Any) -> dict[str, Any]:
     """All predictions for a batch, leaving buffers, modes and random state as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(model), torch.random.fork_rng(devices=[]):
             return model(batch)  # type: ignore[no-any-return]
     except TaskError as error:
         raise ConfigError(str(error)) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _neck(name: str, config: Mapping[str, Any]) -> Neck:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import hydra
 from torch import nn
 from torch.optim import Optimizer
 
 from mtaccum.config.objects import instantiate
-from mtaccum.config.schema import RunConfig
+from mtaccum.config.schema import OptimizerConfig, RunConfig
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model import MultiTaskModel
 from mtaccum.training import batch_factor
@@ -32,6 +34,7 @@ def build_optimizer(config: RunConfig, model: MultiTaskModel) -> Optimizer:
         if not any(_is_in(name, group) for name in names):
             nodes = sorted({name.split(".")[0] for name in names})
             raise ConfigError(unknown_name("node in optimizer.groups:", group, nodes))
+    _check_group_settings(settings)
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in names.items():
         fitting = [group for group in settings.groups if _is_in(name, group)]
@@ -53,6 +56,18 @@ def build_optimizer(config: RunConfig, model: MultiTaskModel) -> Optimizer:
         return optimizer(parameters)  # type: ignore[operator,no-any-return]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: can't build {settings.target}: {error}") from error
+
+
+def _check_group_settings(settings: OptimizerConfig) -> None:
+    """PyTorch takes any key in a parameter group, and ignores those it doesn't know."""
+    try:
+        known = set(inspect.signature(hydra.utils.get_class(settings.target)).parameters) - {"params"}
+    except (ValueError, TypeError, ImportError, AttributeError):
+        return  # what can't be looked up is reported when it is built
+    for group, arguments in settings.groups.items():
+        for key in arguments:
+            if key not in known:
+                raise ConfigError(unknown_name(f"key in optimizer.groups.{group}:", key, known))
 
 
 def node_name(parameter: str) -> str:

@@ -54,8 +54,8 @@ class Run:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         return (
             f"training {', '.join(model.enabled_tasks())} ({parameters:,} parameters) on "
-            f"{next(model.parameters()).device}: {self.trainer.settings.total_steps} steps of "
-            f"{config.batch_size} samples in {config.micro_batches} micro-batch(es), "
+            f"{model.device}: {self.trainer.settings.total_steps} steps of "
+            f"{config.batch_size} samples, accumulate={config.micro_batches}, "
             f"schedule {config.engine.schedule}, into {config.run_dir}"
         )
 
@@ -65,8 +65,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         values = self.config.model_dump(by_alias=True)
         OmegaConf.save(OmegaConf.create(values), folder / CONFIG)
-        loggers = [instantiate("loggers", logger) for logger in self.config.loggers]
-        self.trainer.loggers = loggers
+        loggers = self.trainer.loggers
         if self.trainer.steps:
             for logger in loggers:
                 if hasattr(logger, "rewind"):
@@ -96,10 +95,10 @@ class Run:
         }
         (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         shown = "not measured" if peak is None else f"{format_bytes(peak.peak_bytes)} ({peak.method})"
-        micro = f"{self.config.batch_size} samples in {self.config.micro_batches} micro-batch(es)"
+        batch = f"{self.config.batch_size} samples, accumulate={self.config.micro_batches}"
         print_summary(
             outcome.evaluation,
-            {"schedule": schedule, "batch": micro, "peak memory": shown, "run": str(folder)},
+            {"schedule": schedule, "batch": batch, "peak memory": shown, "run": str(folder)},
         )
 
 
@@ -133,7 +132,7 @@ def prepare(config: RunConfig) -> Run:
     settings = _settings(config, model, sampler)
     course = config.lr_schedule
     scheduler = make_lr_scheduler(
-        optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction
+        optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction or 0.0
     )
     engine = Engine(
         model,
@@ -154,6 +153,8 @@ def prepare(config: RunConfig) -> Run:
     )
     if state is not None:
         _resume(trainer, state, str(config.resume))
+    # last, since a logger of the user's own may write when it is made
+    trainer.loggers = [instantiate("loggers", logger) for logger in config.loggers]
     return Run(config, trainer)
 
 

@@ -7,11 +7,14 @@ they are built. Pydantic reports every wrong entry of a config in one go.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mtaccum.errors import ConfigError, unknown_name
+
+# A null in the YAML, where an empty dict would keep Hydra from adding names to it.
+_Named = Annotated[dict[str, dict[str, Any]], BeforeValidator(lambda named: named or {})]
 
 
 class _Section(BaseModel):
@@ -24,17 +27,17 @@ class DataConfig(_Section):
     inputs: str | int | list[str]
     train: dict[str, Any]
     val: dict[str, Any]
-    collate_fn: Any = None
-    workers: int = Field(0, ge=0)
-    eval_batch_size: int = Field(256, ge=1)
-    shuffle: bool = True
+    collate_fn: Any
+    workers: int = Field(ge=0)
+    eval_batch_size: int = Field(ge=1)
+    shuffle: bool
 
 
 class EngineConfig(_Section):
     """Schedule, and clipping."""
 
-    schedule: Literal["summed", "sequential", "split"] = "split"
-    max_grad_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    schedule: Literal["summed", "sequential", "split"]
+    max_grad_norm: float | None = Field(gt=0, allow_inf_nan=False)
 
 
 class OptimizerConfig(BaseModel):
@@ -44,8 +47,8 @@ class OptimizerConfig(BaseModel):
 
     target: str = Field(alias="_target_")
     lr: float = Field(ge=0, allow_inf_nan=False)
-    decay_norms_and_biases: bool = True
-    groups: dict[str, dict[str, Any]] = {}
+    decay_norms_and_biases: bool
+    groups: _Named
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -56,33 +59,37 @@ class OptimizerConfig(BaseModel):
 class LrScheduleConfig(_Section):
     """The course of the learning rate."""
 
-    name: Literal["constant", "cosine"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    scale: Literal["none", "sqrt", "linear"] = "none"
-    base_batch_size: int | None = Field(None, ge=1)
+    name: Literal["constant", "cosine"]
+    warmup_steps: int = Field(ge=0)
+    final_fraction: float | None = Field(None, ge=0, le=1)
+    scale: Literal["none", "sqrt", "linear"]
+    base_batch_size: int | None = Field(ge=1)
 
     @model_validator(mode="after")
-    def _base_is_stated(self) -> Self:
+    def _nothing_is_without_effect(self) -> Self:
         if self.scale != "none" and self.base_batch_size is None:
             raise ValueError(
                 f"scale={self.scale} needs base_batch_size, the batch size that the learning rate is for"
             )
+        if self.scale == "none" and self.base_batch_size is not None:
+            raise ValueError("base_batch_size has no effect with scale=none; choose sqrt or linear")
+        if (self.final_fraction is None) == (self.name == "cosine"):
+            raise ValueError("final_fraction belongs to a cosine, and a constant course has none")
         return self
 
 
 class TrainerConfig(_Section):
     """Length of the training, and what happens meanwhile; intervals in optimizer steps, 0 is never."""
 
-    max_steps: int | None = Field(None, ge=1)
-    epochs: int | None = Field(None, ge=1)
-    log_every: int = Field(50, ge=0)
-    eval_every: int = Field(0, ge=0)
-    checkpoint_every: int = Field(0, ge=0)
-    monitor: str = "loss"
-    mode: Literal["auto", "min", "max"] = "auto"
-    patience: int | None = Field(None, ge=1)
-    ema_decay: float | None = Field(None, gt=0, lt=1)
+    max_steps: int | None = Field(ge=1)
+    epochs: int | None = Field(ge=1)
+    log_every: int = Field(ge=0)
+    eval_every: int = Field(ge=0)
+    checkpoint_every: int = Field(ge=0)
+    monitor: str
+    mode: Literal["auto", "min", "max"]
+    patience: int | None = Field(ge=1)
+    ema_decay: float | None = Field(gt=0, lt=1)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -94,24 +101,24 @@ class TrainerConfig(_Section):
 
 
 class RunConfig(_Section):
-    """A whole training."""
+    """A whole training. Its defaults stand in ``conf/`` and nowhere else."""
 
     tasks: dict[str, dict[str, Any]]
-    necks: dict[str, dict[str, Any]] = {}
+    necks: _Named
     trunk: dict[str, Any] | None
     data: DataConfig
     engine: EngineConfig
     optimizer: OptimizerConfig
     lr_schedule: LrScheduleConfig
     trainer: TrainerConfig
-    loggers: list[dict[str, Any]] = []
+    loggers: list[dict[str, Any]]
     batch_size: int = Field(ge=1)
-    accumulate: int | None = Field(None, ge=1)
-    micro_batch_size: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
-    device: str = "auto"
-    plugins: list[str] = []
-    resume: str | None = None
+    accumulate: int | None = Field(ge=1)
+    micro_batch_size: int | None = Field(ge=1)
+    seed: int = Field(ge=0)
+    device: str
+    plugins: list[str]
+    resume: str | None
     run_dir: str
 
     @model_validator(mode="after")

@@ -66,11 +66,24 @@ class Engine:
         if max_grad_norm is not None and not (0 < max_grad_norm < math.inf):
             raise ConfigError(f"max_grad_norm must be a finite number above 0, got {max_grad_norm!r}.")
         if precision != "fp32" or scaler is not None:
-            raise ConfigError("only precision='fp32' without a scaler is supported so far.")
+            raise ConfigError(
+                f"only precision='fp32' without a scaler is supported so far, got precision={precision!r} "
+                f"and scaler={scaler!r}."
+            )
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             raise ConfigError("ReduceLROnPlateau needs a metric; step it yourself after an evaluation.")
         if optimizer is not None:
             check_optimizer(model, optimizer)
+        elif given := [
+            name
+            for name, value in (
+                ("max_grad_norm", max_grad_norm),
+                ("lr_scheduler", lr_scheduler),
+                ("on_gradients", on_gradients),
+            )
+            if value is not None
+        ]:
+            raise ConfigError(f"{given[0]} belongs to step(), but this engine has no optimizer.")
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -88,6 +101,10 @@ class Engine:
         Raises:
             LabelError: a label out of range, before any forward.
             TaskError: a head or loss failed. Nothing was changed but buffers; no gradient is left.
+            InplaceError: a head writes into the features it was given.
+            FeatureError: features of a type that can't be taken apart.
+            BatchError: the window is no list of batches, or a batch lacks an entry.
+            OptimizerError: a trainable parameter that the optimizer doesn't hold.
         """
         if self.optimizer is None:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
@@ -95,12 +112,13 @@ class Engine:
         parameters = list(self.model.parameters())
         if dropped := _drop_gradients(parameters):
             self._warn_once(
+                "dropped gradients",
                 f"step() dropped gradients that were there before it ({dropped} parameters). To add to "
                 f"gradients of your own use accumulate() and step the optimizer yourself.",
                 UserWarning,
             )
         try:
-            result = self._accumulate(window, parameters)
+            result = self._accumulate(window)
             if not result.losses:
                 return result
             if self.on_gradients is not None:
@@ -124,15 +142,15 @@ class Engine:
         """
         parameters = list(self.model.parameters())
         with _gradients_set_aside(parameters):
-            return self._accumulate(window, parameters)
+            return self._accumulate(window)
 
-    def _accumulate(self, window: Sequence[Any], parameters: Sequence[nn.Parameter]) -> StepResult:
+    def _accumulate(self, window: Sequence[Any]) -> StepResult:
         """The window's gradient, into ``.grad`` that are all None."""
         check_window(self.model, window)
         plan = WindowPlan.of(self.model.tasks_by_name(), window)
         self._warn_inexact(len(window))
         log = LossLog(plan)
-        device = _device_of(self.model, parameters)
+        device = self.model.device
         for index, batch in enumerate(window):
             if active := plan.active(index):
                 # moved here and bound to no name: on the device is only the micro-batch that runs
@@ -146,22 +164,17 @@ class Engine:
         inexact = [name for name, task in tasks.items() if task.enabled and not task.additive]
         if inexact and micro_batches > 1:
             self._warn_once(
+                "inexact",
                 f"the loss of {', '.join(inexact)} is not a mean over labels (additive = False): with "
                 f"{micro_batches} micro-batches its gradient is not that of the whole batch. Use one "
                 f"micro-batch for exact gradients.",
                 InexactWarning,
             )
 
-    def _warn_once(self, message: str, category: type[Warning]) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            warnings.warn(message, category, stacklevel=4)
-
-
-def _device_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU if it has none."""
-    first = parameters[0] if parameters else next(model.buffers(), None)
-    return torch.device("cpu") if first is None else first.device
+    def _warn_once(self, kind: str, message: str, category: type[Warning]) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, category, stacklevel=2)
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:

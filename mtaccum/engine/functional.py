@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from mtaccum.engine.schedules import Backward, Features, Node, split
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import named_errors
 from mtaccum.structure import rewrapped
+from mtaccum.tasks.base import check_weight
 
 _TRUNK = "features"
 
@@ -44,7 +44,8 @@ def split_backward(
         losses: for each task a function of the features (use its argument, not the variable outside) that
             runs the head and returns the loss, a 0-d tensor or a dict of parts whose sum it is.
         weights: factor of each loss, by task; 1 where not given. A loss of weight 0 is not run.
-        recompute: run the trunk without keeping its graph, and once more for its backward; needs
+        recompute: run the trunk without keeping its graph, and once more for its backward (Chen et al.,
+            Training Deep Nets with Sublinear Memory Cost, 2016); needs
             ``features`` as a function. Dropout and running statistics are as if it ran once; this holds
             for the buffers of modules that are called (not for those whose methods are called instead).
         backward: called once with each weighted loss instead of ``loss.backward()``.
@@ -92,6 +93,7 @@ def sequential_backward(
     Args, returns and raises: as in ``split_backward``; the functions take no argument.
     """
     done: dict[str, Tensor] = {}
+    # no node is shared, so the walk is the same in split and sequential
     split(_leaves(losses, weights, backward, done, takes_features=False), {}, backward)
     return done
 
@@ -115,8 +117,7 @@ def _leaves(
     for name, weight in weights.items():
         if name not in losses:
             raise ConfigError(unknown_name("task in weights", name, losses))
-        if not math.isfinite(weight) or weight < 0:
-            raise ConfigError(f"the weight of {name!r} must be finite and at least 0, got {weight!r}.")
+        check_weight(f"the weight of {name!r}", weight)
 
     def leaf(name: str) -> Node:
         function, weight = losses[name], weights.get(name, 1.0)

@@ -110,9 +110,13 @@ class _RandomState:
         self._python = random.getstate()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
+        self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
+        if self._mps is not None:
+            torch.mps.set_rng_state(self._mps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +82,7 @@ class WindowPlan:
                 raise TaskError(f"task {name!r}: count() gave {bad[0]}; it must be finite and at least 0.")
         return cls(counts, {name: task.weight for name, task in enabled.items()})
 
-    @property
+    @cached_property
     def totals(self) -> dict[str, float]:
         """For each enabled task its count in the whole window; 0 if it is idle."""
         return {name: math.fsum(counts) for name, counts in self.counts.items()}

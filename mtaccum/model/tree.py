@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -71,6 +72,10 @@ class MultiTaskModel(nn.Module):
         super().__init__()
         if not tasks:
             raise ConfigError("a MultiTaskModel needs at least one task; tasks is empty.")
+        if not callable(inputs) and not isinstance(inputs, str | int | Sequence):
+            raise ConfigError(
+                f"inputs must be a key, an index, several keys or a function of the batch, got {inputs!r}."
+            )
         necks = necks or {}
         _check_names(trunk, tasks, necks)
         self.trunk = trunk
@@ -83,6 +88,9 @@ class MultiTaskModel(nn.Module):
             on = {name: tuple(ROOT if n == TRUNK else n for n in given) for name, given in on.items()}
         self._on = {TRUNK: (ROOT,), **on}
         self.paths = _paths(trunk is not None, on, set(self.necks))
+        used = {node for task in self.tasks for node in self.paths[task]}
+        if unused := [name for name in self.necks if name not in used]:
+            raise ConfigError(f"the neck {unused[0]!r} feeds no task; put a task on it, or leave it out.")
         """For each node the names of the nodes from the trunk to it, itself included."""
 
     def task(self, name: str) -> Task:
@@ -99,6 +107,12 @@ class MultiTaskModel(nn.Module):
     def reads_fields(self) -> bool:
         """Whether the inputs are entries of the batch, so that a batch can't be a bare tensor."""
         return not callable(self._inputs_from)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter or buffer; the CPU if there is none."""
+        first = next(chain(self.parameters(), self.buffers()), None)
+        return torch.device("cpu") if first is None else first.device
 
     def node(self, name: str) -> nn.Module:
         """The trunk, neck or task of that name."""
@@ -175,6 +189,19 @@ class MultiTaskModel(nn.Module):
             if name in self.tasks:
                 yield name, output
             yield from self._predictions(children, {**features, name: output}, batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no graph; afterwards each module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

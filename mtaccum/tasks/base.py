@@ -19,6 +19,16 @@ MODES = ("train", "frozen", "detached", "off")
 Loss = Tensor | Mapping[str, Tensor]
 
 
+def check_weight(what: str, value: Any) -> None:
+    """Refuse a weight of a loss that is no finite number of at least 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:
+        raise ConfigError(
+            f"{what} must be a finite number of at least 0, got {value!r}. 0 switches the task off; to "
+            f"maximise something, return its negative as the loss."
+        )
+
+
 class Task(nn.Module):
     """One objective of a multi-task model: a head, a loss, a count of labels, metrics.
 
@@ -59,8 +69,6 @@ class Task(nn.Module):
                 f"head must be a torch.nn.Module, got {type(head).__name__}. For a task without "
                 f"parameters pass torch.nn.Identity()."
             )
-        if mode not in MODES:
-            raise ConfigError(unknown_name("task mode", mode, MODES))
         self.head = head
         self.target = target
         self.weight = weight
@@ -74,17 +82,19 @@ class Task(nn.Module):
 
     @weight.setter
     def weight(self, value: float) -> None:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value < 0
-        ):
-            raise ConfigError(
-                f"weight must be a finite number of at least 0, got {value!r}. 0 switches the task off; "
-                f"to maximise something, return its negative from loss()."
-            )
+        check_weight("weight", value)
         self._weight = float(value)
+
+    @property
+    def mode(self) -> str:
+        """``train``, ``frozen``, ``detached`` or ``off``; may be changed between steps."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, value: str) -> None:
+        if value not in MODES:
+            raise ConfigError(unknown_name("task mode", value, MODES))
+        self._mode = value
 
     @property
     def enabled(self) -> bool:

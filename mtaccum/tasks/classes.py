@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mtaccum.batch import get_field
 from mtaccum.errors import ConfigError
 from mtaccum.model.heads import DenseHead, PooledHead
+from mtaccum.tasks.base import check_weight
 from mtaccum.tasks.labelled import Labelled, own_or_builtin, resize
 from mtaccum.tasks.registry import register_task
 
@@ -42,6 +43,8 @@ class _Classes(Labelled):
             raise ConfigError(f"num_classes must be at least 2, got {num_classes}.")
         if class_weights is not None and len(class_weights) != num_classes:
             raise ConfigError(f"{len(class_weights)} class_weights for {num_classes} classes; give one each.")
+        for number in class_weights or ():
+            check_weight("each of class_weights", number)
         self.num_classes = num_classes
         self.ignore_index = ignore_index
         self.label_limits = (0, num_classes - 1)

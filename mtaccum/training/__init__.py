@@ -10,7 +10,8 @@ from mtaccum.training.checkpoint import (
 from mtaccum.training.evaluation import evaluate
 from mtaccum.training.loggers import JsonLinesLogger, Logger, TensorBoardLogger
 from mtaccum.training.lr import batch_factor, make_lr_scheduler
-from mtaccum.training.trainer import Outcome, Trainer, TrainerSettings
+from mtaccum.training.settings import Outcome, TrainerSettings
+from mtaccum.training.trainer import Trainer
 
 __all__ = [
     "BEST",

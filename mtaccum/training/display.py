@@ -86,10 +86,10 @@ def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(shown) or "no labels"
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(size_bytes: float) -> str:
     """Bytes for people, in powers of 1024: ``412.0 MiB``."""
     for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.2f} GiB"

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from mtaccum.batch import to_device
 from mtaccum.engine.bind import sum_of_parts
 from mtaccum.engine.window import WindowPlan
-from mtaccum.model import MultiTaskModel
+from mtaccum.model import MultiTaskModel, evaluating
 
 Evaluation = dict[str, dict[str, float]]
 
@@ -27,31 +25,24 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any]) -> Evaluation:
         For each task its metrics by name: ``loss``, the mean over all valid labels, and those of
         ``Task.metrics``. Empty for a task that had no label at all.
     """
-    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     tasks = {name: model.task(name) for name in model.enabled_tasks()}
     metrics = {
-        name: {key: metric.to(device) for key, metric in task.metrics().items()}
+        name: {key: metric.to(model.device) for key, metric in task.metrics().items()}
         for name, task in tasks.items()
     }
     losses: dict[str, list[float]] = {name: [] for name in tasks}
     counts: dict[str, list[float]] = {name: [] for name in tasks}
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in loader:
-                plan = WindowPlan.of(tasks, [batch])
-                active = plan.active(0)
-                batch = to_device(batch, device)
-                predictions = model(batch, tasks=active)
-                for name in active:
-                    loss = sum_of_parts(tasks[name].loss(predictions[name], batch))
-                    losses[name].append(loss.item() * plan.counts[name][0])
-                    counts[name].append(plan.counts[name][0])
-                    tasks[name].update_metrics(metrics[name], predictions[name], batch)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model):
+        for batch in loader:
+            plan = WindowPlan.of(tasks, [batch])
+            active = plan.active(0)
+            batch = to_device(batch, model.device)
+            predictions = model(batch, tasks=active)
+            for name in active:
+                loss = sum_of_parts(tasks[name].loss(predictions[name], batch))
+                losses[name].append(loss.item() * plan.counts[name][0])
+                counts[name].append(plan.counts[name][0])
+                tasks[name].update_metrics(metrics[name], predictions[name], batch)
     return {
         name: {
             "loss": math.fsum(losses[name]) / math.fsum(counts[name]),

@@ -26,7 +26,10 @@ def batch_factor(scale: str, batch_size: int, base_batch_size: int | None, ranks
 
 def course(name: str, step: int, total_steps: int, warmup_steps: int, final_fraction: float) -> float:
     """Factor of the learning rate in optimizer step ``step`` (from 0): a linear rise over
-    ``warmup_steps``, then ``constant`` at 1, or a half ``cosine`` down to ``final_fraction`` at the end."""
+    ``warmup_steps``, then ``constant`` at 1, or a half ``cosine`` down to ``final_fraction`` at the end.
+
+    Sources: Goyal et al. 2017 (warm-up); Loshchilov and Hutter, SGDR, 2017 (cosine).
+    """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if name == "constant":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,58 +23,18 @@ from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
 from mtaccum.training.interrupt import Interrupt, interruptible
 from mtaccum.training.loggers import Logger
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """When a training ends, and what it does meanwhile. All intervals are in optimizer steps; 0: never.
-
-    Attributes:
-        total_steps: optimizer steps of the whole training.
-        log_every, eval_every, checkpoint_every: intervals; evaluation and checkpoint at the end always.
-        monitor: what the best state is judged by: ``loss`` (weighted over the tasks) or ``task/metric``.
-        maximize: whether more of it is better.
-        patience: stop after so many evaluations without a better state; None: don't.
-        ema_decay: evaluate and keep a moving average of the weights with this decay per step; None: don't.
-    """
-
-    total_steps: int
-    log_every: int = 50
-    eval_every: int = 0
-    checkpoint_every: int = 0
-    monitor: str = "loss"
-    maximize: bool = False
-    patience: int | None = None
-    ema_decay: float | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a training ended.
-
-    Attributes:
-        steps, micro_batches, samples: how many were run, resumed ones included.
-        evaluation: validation metrics of the last state.
-        peak: of one measured step; None if no step was run.
-        interrupted: whether somebody stopped it before its end.
-        elapsed_s: wall time of this process's part.
-    """
-
-    steps: int
-    micro_batches: int
-    samples: int
-    evaluation: Evaluation
-    peak: PeakReport | None
-    interrupted: bool
-    elapsed_s: float
+from mtaccum.training.settings import Outcome, TrainerSettings
 
 
 class Trainer:
     """Drives an engine over a loader, evaluates, logs, and keeps the last and the best state in a folder.
 
     Args:
+        engine: has the model, an optimizer, and a scheduler if there is one.
         loader: batches by ``sampler``.
+        sampler: cuts an epoch into batches, and these into micro-batches.
         validation: batches to evaluate on.
+        settings: when to do what.
         folder: an existing folder for the checkpoints.
         loggers: are told the numbers; not closed here.
     """
@@ -110,15 +69,19 @@ class Trainer:
         return self.model if self.average is None else cast(MultiTaskModel, self.average.module)
 
     def fit(self) -> Outcome:
-        """Train to the end, or to an interruption; either way the last state is in the folder then.
+        """Train to the end, or to an interruption between two steps; the last state is in the folder then.
 
         Raises:
             BatchError: a whole epoch without any label.
+            KeyboardInterrupt: interrupted in a step too long to wait for; the folder has the state that
+                was saved before.
         """
         started = time.monotonic()
         evaluated_at: dict[int, Evaluation] = {}
         display = Display(self.settings.total_steps)
         evaluation: Evaluation = {}
+        if self.steps == 0:
+            self._save(LAST)  # so that there is one to go on from, and a full disk is found out now
         try:
             with interruptible() as interrupt:
                 try:
@@ -126,7 +89,7 @@ class Trainer:
                 except KeyboardInterrupt:
                     if self._stepping:
                         raise  # between two states; the last one saved is whole
-                self._save(LAST)
+            self._save(LAST)
             if not interrupt.requested:
                 evaluation = evaluated_at.get(self.steps) or self._evaluate(display)
                 self._save(LAST)
@@ -171,7 +134,6 @@ class Trainer:
             self.sampler.seek(self.epoch, self.batches_in_epoch)
             whole_epoch, steps_before = self.batches_in_epoch == 0, self.steps
             for window in windows(self.loader, self.sampler.accumulate):
-                self.batches_in_epoch += 1
                 yield window
                 if self.steps == self.settings.total_steps:
                     return
@@ -185,14 +147,18 @@ class Trainer:
         """One step; the first one with optimizer state, or the only one, is measured."""
         results: list[StepResult] = []
         self._stepping = True
+        self.batches_in_epoch += 1
         assert self.engine.optimizer is not None
         self._lr = self.engine.optimizer.param_groups[0]["lr"]  # the step's own; the scheduler ticks in it
-        if self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
+        device = self.model.device
+        measurable = device.type in ("cpu", "cuda")
+        if measurable and self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
+            modules = [self.model] if self.average is None else [self.model, self.average]
             state = [v for s in self.engine.optimizer.state.values() for v in s.values()]
             self.peak = measure_peak(
                 lambda: results.append(self.engine.step(window)),
-                device=next(self.model.parameters()).device,
-                existing=[self.model, *tensors_of([state, window], strict=False)],
+                device=device,
+                existing=[*modules, *tensors_of([state, window], strict=False)],
             )
         else:
             results.append(self.engine.step(window))
@@ -262,6 +228,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
             "optimizer": optimizer.state_dict(),
+            "optimizer_class": type(optimizer).__name__,
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "rng": torch.get_rng_state(),
             "progress": {name: getattr(self, name) for name in _PROGRESS},
@@ -270,8 +237,14 @@ class Trainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a ``state_dict``."""
         assert self.engine.optimizer is not None
+        if (self.average is None) != (state["average"] is None):
+            has = "none" if state["average"] is None else "averaged weights"
+            raise ValueError(f"It holds {has}; set trainer.ema_decay as it was.")
+        # PyTorch loads another optimizer's state without a word, and fails in the first step
+        if (own := type(self.engine.optimizer).__name__) != state["optimizer_class"]:
+            raise ValueError(f"It was made with {state['optimizer_class']}, and this is {own}.")
         self.model.load_state_dict(state["model"])
-        if self.average is not None and state["average"] is not None:
+        if self.average is not None:
             self.average.load_state_dict(state["average"])
         self.engine.optimizer.load_state_dict(state["optimizer"])
         if self.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:

@@ -147,9 +147,7 @@ def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path) -
     arguments = ["+tasks=[seg,cls]", *SMALL, "accumulate=2"]
     whole = run(tmp_path, *arguments, "trainer.max_steps=9", "hydra.run.dir=whole", "trainer.ema_decay=0.5")
     assert whole.returncode == 0, whole.stderr
-    # killed after the checkpoint of step 6: everything later is lost, and log lines of later steps are there
-    first = run(tmp_path, *arguments, "trainer.max_steps=9", "hydra.run.dir=parts", "trainer.ema_decay=0.5")
-    assert first.returncode == 0
+    # killed after the checkpoint of step 6: everything later is lost, and a log line of a later step is there
     cut = tmp_path / "cut"
     code = (
         "import mtaccum.training.trainer as t, os, signal\n"
@@ -237,7 +235,7 @@ def test_terminal_gets_a_live_display(tmp_path: Path) -> None:
     assert "miou" in shown.decode()
 
 
-def test_two_schedules_and_seeds_from_the_command_agree_on_the_first_step(tmp_path: Path) -> None:
+def test_the_schedules_agree_on_the_first_step(tmp_path: Path) -> None:
     losses = {}
     for engine in ("summed", "sequential", "split"):
         done = run(

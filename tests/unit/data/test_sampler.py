@@ -38,7 +38,7 @@ def test_batch_of_64_in_5() -> None:
     assert [len(micro_batch) for micro_batch in window] == [13, 13, 13, 13, 12]
 
 
-def test_n5_no_window_is_dropped() -> None:
+def test_no_window_is_dropped_n5() -> None:
     assert [len(window) for window in windows(range(7), group=4)] == [4, 3]
 
 

@@ -718,9 +718,7 @@ def test_a_loss_that_is_no_single_number_names_the_task(
             return loss(prediction)
 
     model = MultiTaskModel(nn.Linear(3, 2), {"seg": Wrong(nn.Identity())}, inputs="x")
-    with pytest.raises(
-        TaskError, match=rf"the loss of task 'seg', given Tensor\(3, 2\).*returned.*{shown}|{shown}"
-    ):
+    with pytest.raises(TaskError, match=rf"the loss of task 'seg', given Tensor\(3, 2\).*returned.*{shown}"):
         Engine(model, schedule=schedule).accumulate([{"x": torch.rand(3, 3)}])
 
 

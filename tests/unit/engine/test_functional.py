@@ -388,7 +388,7 @@ def test_weights_that_can_not_be_are_refused_by_name(weight: float) -> None:
         lambda: split_backward(model.trunk(X), losses_of(model), weights={"seg": weight}),
         lambda: sequential_backward({"seg": lambda: model(X)}, weights={"seg": weight}),
     ):
-        with pytest.raises(ConfigError, match="the weight of 'seg' must be finite and at least 0"):
+        with pytest.raises(ConfigError, match="the weight of 'seg' must be a finite number of at least 0"):
             call()
     assert all(parameter.grad is None for parameter in model.parameters())
 

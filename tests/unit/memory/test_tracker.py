@@ -14,7 +14,7 @@ N = 256
 B = N * 4  # bytes of a float32 tensor of N elements, the unit of most counts below
 
 
-def test_g9_tensors_of_known_size_count_to_the_byte():
+def test_tensors_of_known_size_count_to_the_byte_g9():
     with LiveBytes() as live:
         assert (live.current_bytes, live.peak_bytes) == (0, 0)
         floats = torch.zeros(3, 5)
