@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("overrides", nargs="*", help="further overrides of the training")
     arguments = parser.parse_args()
-    runs = [("split", seed) for seed in SEEDS] + [(s, SEEDS[0]) for s in SCHEDULES if s != "split"]
+    runs = [(schedule, seed) for seed in SEEDS for schedule in SCHEDULES]
     with tempfile.TemporaryDirectory() as folder:
         found = {
             f"{schedule}, seed {seed}": train(

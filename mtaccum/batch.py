@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,15 +61,16 @@ def batch_size_of(batch: Any) -> int:
 
     It is the first dimension of the first tensor; where no tensor has one, the length of the first
     list. Lists hold one entry per sample (as detection targets do), but for a batch that is itself a
-    list of tensors or lists: its entries are fields, as ``default_collate`` makes them.
+    list of tensors or lists: its entries are fields, as ``default_collate`` makes them. Tuples hold fields,
+    but for those of one object (a dict) per sample, as ``tuple(zip(*samples))`` makes them.
 
     Raises:
         BatchError: nothing in the batch tells.
     """
     if isinstance(batch, Sized) and not isinstance(batch, Tensor) and len(batch) == 0:
         return 0
-    fields = [batch] if not _is_field_list(batch) else list(batch)
-    for count in (_first_dimension, _first_list_length):
+    fields = list(batch) if isinstance(batch, tuple) or _is_field_list(batch) else [batch]
+    for count in (_objects_in, _first_dimension, _first_list_length):
         for field in fields:
             if (size := count(field)) is not None:
                 return size
@@ -83,7 +85,18 @@ def batch_size_of(batch: Any) -> int:
 def _is_field_list(batch: Any) -> bool:
     if not isinstance(batch, list) or not batch:
         return False
-    return not all(isinstance(entry, Mapping) or dataclasses.is_dataclass(entry) for entry in batch)
+    return not all(_is_object(entry) for entry in batch)
+
+
+def _objects_in(nest: Any) -> int | None:
+    """Length of the first list or tuple of one object (a dict) per sample, as detection targets are."""
+    if isinstance(nest, list | tuple) and nest and all(_is_object(entry) for entry in nest):
+        return len(nest)
+    return next((n for part in _parts(nest) if (n := _objects_in(part)) is not None), None)
+
+
+def _is_object(entry: Any) -> bool:
+    return isinstance(entry, Mapping) or (dataclasses.is_dataclass(entry) and not isinstance(entry, type))
 
 
 def _first_dimension(nest: Any) -> int | None:
@@ -107,8 +120,8 @@ def _parts(nest: Any) -> list[Any]:
 
 def split_sizes(samples: int, parts: int) -> list[int]:
     """Sizes of ``parts`` parts that differ by at most one, larger ones first: 64 in 5 is 13,13,13,13,12."""
-    if parts < 1:
-        raise BatchError(f"can't split a batch into {parts} parts; valid is a whole number from 1.")
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise BatchError(f"can't split a batch into {parts!r} parts; valid is a whole number from 1.")
     if parts > samples:
         raise BatchError(
             f"can't split {samples} samples into {parts} micro-batches: each needs at least one sample. "
@@ -143,6 +156,8 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
         start += size
     if _is_field_list(batch):
         return [[_cut(field, part, samples) for field in batch] for part in slices]
+    if type(batch) is tuple:
+        return [tuple(_cut(field, part, samples) for field in batch) for part in slices]
     return [_cut(batch, part, samples) for part in slices]
 
 
@@ -159,6 +174,10 @@ def _cut(nest: Any, part: slice, samples: int) -> Any:
         return nest[part]
     if isinstance(nest, list):
         return _cut_list(nest, part, samples)
+    if isinstance(nest, np.ndarray) and nest.ndim and len(nest) == samples:
+        return nest[part]
+    if type(nest) is tuple and _holds_samples(nest, samples):
+        return nest[part]
     handler = unpacker(nest)
     if handler is None:
         return nest
@@ -169,12 +188,23 @@ def _cut(nest: Any, part: slice, samples: int) -> Any:
 def _cut_list(nest: list[Any], part: slice, samples: int) -> list[Any]:
     if len(nest) == samples:
         return nest[part]
-    if nest and all(isinstance(e, Tensor) and e.dim() > 0 and e.shape[0] == samples for e in nest):
+    if nest and all(_is_batched(entry, samples) for entry in nest):
         return [_cut(entry, part, samples) for entry in nest]
     raise BatchError(
         f"a list of {len(nest)} entries can't be cut with a batch of {samples} samples: lists hold one "
         f"entry per sample, or tensors of {samples} samples. Use a tuple for anything else."
     )
+
+
+def _holds_samples(nest: tuple[Any, ...], samples: int) -> bool:
+    """Whether a tuple has one entry per sample, as ``zip(*samples)`` makes it of a field."""
+    if len(nest) != samples or all(_is_batched(entry, samples) for entry in nest):
+        return False
+    return all(isinstance(entry, Tensor | str) or _is_object(entry) for entry in nest)
+
+
+def _is_batched(entry: Any, samples: int) -> bool:
+    return isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] == samples
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -11,6 +11,8 @@ def train(config: RunConfig) -> int:
     """One training; the exit code is 0, or 130 if it was interrupted."""
     run = prepare(config)
     print(run.describe(), flush=True)
+    if config.resume is not None:
+        print(f"going on from step {run.trainer.steps} of {config.resume}", flush=True)
     go_on = resume_command("train", sys.argv[1:], config.run_dir)
     try:
         interrupted = run.execute().interrupted

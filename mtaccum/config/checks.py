@@ -25,7 +25,7 @@ def import_plugins(modules: list[str]) -> None:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the plugin {name!r} can't be imported: {type(error).__name__}: {error}. Name a module that "
                 f"Python finds from here: installed, in the current folder, or on PYTHONPATH."

@@ -25,6 +25,7 @@ from mtaccum.errors import ConfigError, MtaccumError, unknown_name
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 _EXPLAINED = (MtaccumError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
+_OPEN = re.compile(r"^(tasks|necks|trunk|optimizer|data\.train|data\.val)\.[^=]+=")
 _TASKS = re.compile(r"^\+{0,2}tasks=(.*)$", re.DOTALL)
 
 
@@ -87,10 +88,23 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 
 def resume_command(config_name: str, arguments: Sequence[str], folder: str) -> str:
     """The command line that goes on with an interrupted run, to be pasted into a shell."""
+    arguments = list(arguments)
+    for position, path in _config_dirs(arguments):
+        arguments[position] = arguments[position].replace(str(path), str(path.resolve()))
     kept = [a for a in arguments if not a.lstrip("+").startswith(("resume=", "hydra.run.dir="))]
     return shlex.join(
-        ["python", "-m", f"mtaccum.{config_name}", *kept, f"resume={folder}", f"hydra.run.dir={folder}"]
+        [
+            *("python", "-m", f"mtaccum.{config_name}", *kept),
+            *(f"resume={_quoted(folder)}", f"hydra.run.dir={_quoted(folder)}"),
+        ]
     )
+
+
+def _quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it literally."""
+    if re.fullmatch(r"[A-Za-z0-9_./:\- ]+", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _plain(values: DictConfig) -> dict[str, Any]:
@@ -104,29 +118,56 @@ def _plain(values: DictConfig) -> dict[str, Any]:
 
 
 def _normalized(arguments: Sequence[str]) -> list[str]:
-    """Hydra wants a ``+`` before a group that has no default; people write it or not."""
+    """Hydra wants a ``+`` before what the config doesn't hold yet; people write it or not.
+
+    So ``tasks=[...]`` is ``+tasks=[...]``, and an entry of an open part is set or added; whether it is valid
+    is for the class to say that gets it.
+    """
+    _check_config_dirs(arguments)
     result = []
     for argument in arguments:
-        match = _TASKS.match(argument)
-        if match and not match[1].lstrip().startswith("{"):
-            _check_task_names(match[1], arguments)
-            argument = f"+tasks={match[1]}"
+        if _OPEN.match(argument):
+            argument = f"++{argument}"
+        if match := _TASKS.match(argument):
+            if match[1].lstrip().startswith("{"):
+                argument = f"++tasks={match[1]}"
+            else:
+                _check_task_names(match[1], arguments)
+                argument = f"+tasks={match[1]}"
         result.append(argument)
     return result
 
 
+def _config_dirs(arguments: Sequence[str]) -> list[tuple[int, Path]]:
+    """The user's config folders, with the position of the argument that names them."""
+    found = []
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--config-dir", "-cd"):
+            position = index if equals else index + 1
+            found.append((position, Path(value if equals else [*arguments, ""][position])))
+    return found
+
+
+def _check_config_dirs(arguments: Sequence[str]) -> None:
+    for _, folder in _config_dirs(arguments):
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: there is no folder {str(folder)!r} (from {Path.cwd()}).")
+
+
 def _check_task_names(value: str, arguments: Sequence[str]) -> None:
     """Hydra can only say that a file couldn't be loaded; we know what there is."""
-    names = [name.strip().strip("'\"") for name in value.strip().strip("[]").split(",")]
+    sweep = "], [" in value.replace("],[", "], [")  # several lists, for --multirun
+    names = re.findall(r"[^\[\],'\"\s]+", value)
     known = group_options("tasks", arguments)
-    for name in filter(None, names):
+    for name in names:
         if name not in known:
             raise ConfigError(
                 unknown_name("task", name, known, "Add one of your own: '+tasks.edges={type: edges}'.")
             )
-    if twice := {name for name in names if names.count(name) > 1}:
+    if not sweep and (twice := {name for name in names if names.count(name) > 1}):
         raise ConfigError(f"the task {min(twice)!r} is named twice; two tasks can't have one name.")
-    if not any(names):
+    if not names:
         raise ConfigError(_no_task(known))
 
 
@@ -136,11 +177,7 @@ def _no_task(known: Sequence[str]) -> str:
 
 def group_options(group: str, arguments: Sequence[str] = ()) -> list[str]:
     """Names of a config group's options, those in the user's ``--config-dir`` included."""
-    folders = [config_dir()]
-    for index, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name in ("--config-dir", "-cd"):
-            folders.append(Path(value or [*arguments, ""][index + 1]))
+    folders = [config_dir(), *(folder for _, folder in _config_dirs(arguments))]
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
@@ -152,29 +189,24 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
             return unknown_name(f"option of {group}:", option, known)
     text = str(error)
     if key := re.search(r"Could not override '([^']+)'", text):
-        return _explain_key(key[1], arguments)
+        inside = re.search(r"Key '([^']+)' is not in struct\s+full_key: (\S+)", text)
+        return _explain_key(inside[2] if inside else key[1])
     if isinstance(error, ConfigError) and text.startswith("no task was chosen"):
         return _no_task(group_options("tasks", arguments))
     lines = [line for line in text.splitlines() if line.strip() and "full_key" not in line]
     return "\n".join([*lines[:6], *(["..."] if len(lines) > 6 else [])])
 
 
-def _explain_key(key: str, arguments: Sequence[str]) -> str:
+def _explain_key(key: str) -> str:
     """A key that the composed config doesn't have: the ones it could have in that place."""
     above, _, last = key.rpartition(".")
-    if (parts := key.split("."))[0] == "tasks" and len(parts) > 2 and parts[1] in group_options("tasks"):
-        chosen = [a for a in arguments if _TASKS.match(a)]
-        if not any(re.search(rf"\b{re.escape(parts[1])}\b", a) for a in chosen):
-            return (
-                f"{key} is set, but the task {parts[1]!r} is not chosen. Add it: '+tasks=[...,{parts[1]}]'."
-            )
     place = f"key in {above}:" if above else "key"
     if known := known_keys(above):
         return unknown_name(place, last, known)
-    group, _, option = above.partition(".")  # an open part: what the shipped options of that group hold
-    for path in config_dir().glob(f"{group}/{option or '*'}.yaml"):
-        known += [str(name) for name in yaml.safe_load(path.read_text(encoding="utf-8")) or ()]
-    return unknown_name(place, last, set(known), f"To add another key, write +{key}=...")
+    return (
+        f"unknown {place} {last!r}. To add it, write +{key}=..., or replace the whole: '~{above}' "
+        f"'+{above}={{...}}'."
+    )
 
 
 def _remove_if_empty(folder: Path) -> None:

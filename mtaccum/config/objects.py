@@ -36,7 +36,13 @@ def instantiate(place: str, config: Mapping[str, Any], **arguments: Any) -> Any:
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{place}: {cause}") from error
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        raise ConfigError(f"{place}: can't build {config['_target_']}: {reason}") from error
+        hint = ""
+        if "unexpected keyword argument" in reason:
+            hint = (
+                f" Entries of the shipped option stay where only _target_ is changed; replace the whole: "
+                f"'~{place}' '+{place}={{_target_: {config['_target_']}}}'."
+            )
+        raise ConfigError(f"{place}: can't build {config['_target_']}: {reason}.{hint}") from error
 
 
 def build_model(config: RunConfig, batch: Any = None) -> tuple[MultiTaskModel, RunConfig]:
@@ -73,9 +79,16 @@ def _features(trunk: nn.Module | None, necks: Mapping[str, Neck], inputs: Any, b
 def collate(config: RunConfig, samples: list[Any]) -> Any:
     """A batch of samples, by the config's ``collate_fn`` or PyTorch's default."""
     function = config.data.collate_fn
-    if function is None:
-        return default_collate(samples)
-    return collate_function(function)(samples)
+    collate_fn = default_collate if function is None else collate_function(function)
+    try:
+        return collate_fn(samples)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"data: samples can't be put into a batch: {type(error).__name__}: {reason}. They need the same "
+            f"entries: where there is no label use NaN (regression), 255 (segmentation) or -100 "
+            f"(classification), or give data.collate_fn."
+        ) from error
 
 
 def collate_function(target: Any) -> Any:
@@ -116,7 +129,8 @@ def _neck(name: str, config: Mapping[str, Any]) -> Neck:
 def _class_of(name: str, config: Mapping[str, Any]) -> tuple[type[Task], Mapping[str, inspect.Parameter]]:
     if "type" not in config:
         raise ConfigError(
-            f"tasks.{name} needs a type, the name of a task class: one of {', '.join(task_types())}."
+            f"tasks.{name} needs a type, the name of a task class: one of {', '.join(task_types())}. If "
+            f"it is one that ships, choose it: '+tasks=[...,{name}]'."
         )
     cls = task_class(config["type"])
     return cls, inspect.signature(cls).parameters

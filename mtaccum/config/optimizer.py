@@ -54,7 +54,7 @@ def build_optimizer(config: RunConfig, model: MultiTaskModel) -> Optimizer:
     )
     try:
         return optimizer(parameters)  # type: ignore[operator,no-any-return]
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"optimizer: can't build {settings.target}: {error}") from error
 
 
@@ -65,7 +65,9 @@ def _check_group_settings(settings: OptimizerConfig) -> None:
     except (ValueError, TypeError, ImportError, AttributeError):
         return  # what can't be looked up is reported when it is built
     for group, arguments in settings.groups.items():
-        for key in arguments:
+        for key, value in arguments.items():
+            if key == "lr" and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"optimizer.groups.{group}.lr must be a number, got {value!r}.")
             if key not in known:
                 raise ConfigError(unknown_name(f"key in optimizer.groups.{group}:", key, known))
 

@@ -27,7 +27,7 @@ from mtaccum.config.objects import build_model, collate, collate_function, insta
 from mtaccum.config.optimizer import build_optimizer
 from mtaccum.config.schema import RunConfig
 from mtaccum.data import MicroBatchSampler
-from mtaccum.engine import Engine
+from mtaccum.engine import Engine, WindowPlan
 from mtaccum.errors import ConfigError, first_line, unknown_name
 from mtaccum.model import MultiTaskModel
 from mtaccum.training import (
@@ -37,6 +37,7 @@ from mtaccum.training import (
     find_checkpoint,
     load_checkpoint,
     make_lr_scheduler,
+    write_text,
 )
 from mtaccum.training.display import format_bytes, print_summary
 
@@ -64,7 +65,7 @@ class Run:
         folder = Path(self.config.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         values = self.config.model_dump(by_alias=True)
-        OmegaConf.save(OmegaConf.create(values), folder / CONFIG)
+        write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(values)))
         loggers = self.trainer.loggers
         if self.trainer.steps:
             for logger in loggers:
@@ -93,7 +94,7 @@ class Run:
             "tasks": outcome.evaluation,
             "elapsed_s": round(outcome.elapsed_s, 3),
         }
-        (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         shown = "not measured" if peak is None else f"{format_bytes(peak.peak_bytes)} ({peak.method})"
         batch = f"{self.config.batch_size} samples, accumulate={self.config.micro_batches}"
         print_summary(
@@ -127,6 +128,7 @@ def prepare(config: RunConfig) -> Run:
     batch = collate(config, [train[i] for i in range(min(2, len(train)))])
     model, config = build_model(config, batch)
     check_targets(config, model, train)
+    WindowPlan.of(model.tasks_by_name(), [batch])  # labels out of range are said now if they are in sight
     model.to(device)
     optimizer = build_optimizer(config, model)
     settings = _settings(config, model, sampler)
@@ -142,7 +144,13 @@ def prepare(config: RunConfig) -> Run:
         lr_scheduler=scheduler,
     )
     function = None if config.data.collate_fn is None else collate_function(config.data.collate_fn)
-    loading: dict[str, Any] = {"num_workers": config.data.workers, "collate_fn": function}
+    # a generator of their own: they draw a seed in each epoch, which must not move the model's dropout
+    generator = torch.Generator().manual_seed(config.seed)
+    loading: dict[str, Any] = {
+        "num_workers": config.data.workers,
+        "collate_fn": function,
+        "generator": generator,
+    }
     trainer = Trainer(
         engine,
         DataLoader(train, batch_sampler=sampler, **loading),
@@ -152,10 +160,20 @@ def prepare(config: RunConfig) -> Run:
         folder,
     )
     if state is not None:
-        _resume(trainer, state, str(config.resume))
+        _resume(trainer, state, config)
     # last, since a logger of the user's own may write when it is made
-    trainer.loggers = [instantiate("loggers", logger) for logger in config.loggers]
+    trainer.loggers = [_logger(logger) for logger in config.loggers]
     return Run(config, trainer)
+
+
+def _logger(config: Mapping[str, Any]) -> Any:
+    logger = instantiate("loggers", config)
+    for method in ("log", "close"):
+        if not callable(getattr(logger, method, None)):
+            raise ConfigError(
+                f"loggers: {type(logger).__name__} has no {method}(); it needs log() and close()."
+            )
+    return logger
 
 
 def _seed(seed: int) -> None:
@@ -197,17 +215,56 @@ def _settings(config: RunConfig, model: MultiTaskModel, sampler: MicroBatchSampl
     )
 
 
-def _resume(trainer: Trainer, state: dict[str, Any], path: str) -> None:
+def _resume(trainer: Trainer, state: dict[str, Any], config: RunConfig) -> None:
+    """Put a trainer where a checkpoint was; the training must be the same one, but for its length."""
+    path = find_checkpoint(str(config.resume))
+    _check_same_training(config, path.parent / CONFIG)
     try:
         trainer.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the checkpoint {path} doesn't fit this config; resume with the tasks, model and optimizer "
             f"it was made with. {first_line(error)}"
         ) from error
+    if path.parent.resolve() != Path(config.run_dir).resolve():
+        trainer.best = None  # the best state so far lies elsewhere; this folder finds its own
     total = trainer.settings.total_steps
-    if trainer.steps >= total:
+    finished = (path.parent / SUMMARY).exists() and trainer.steps == total
+    if trainer.steps > total or finished:
         raise ConfigError(
             f"the checkpoint {path} has {trainer.steps} steps already, and the training ends at {total}. "
             f"Raise trainer.max_steps to go on."
+        )
+
+
+_LASTING = {"tasks", "necks", "trunk", "data", "optimizer", "lr_schedule", "batch_size", "seed"}
+
+
+def _flat(values: Any, above: str = "") -> dict[str, Any]:
+    """Nested dicts as one, by dotted keys."""
+    if not isinstance(values, Mapping) or not values:
+        return {above: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{above}.{key}" if above else str(key))
+    return flat
+
+
+def _check_same_training(config: RunConfig, saved: Path) -> None:
+    """Settings that a resumed training would ignore, or that would change which samples are left."""
+    if not saved.is_file():
+        return
+    before, now = (
+        _flat(OmegaConf.to_container(OmegaConf.load(saved))),
+        _flat(config.model_dump(by_alias=True)),
+    )
+    changed = [
+        f"{key}: {now.get(key)!r} (was {before.get(key)!r})"
+        for key in sorted({*before, *now})
+        if key.split(".")[0] in _LASTING and before.get(key) != now.get(key)
+    ]
+    if changed:
+        raise ConfigError(
+            f"resume goes on with the same training, but these settings differ from those in {saved}: "
+            f"{'; '.join(changed)}. Set them as they were, or start a new training."
         )

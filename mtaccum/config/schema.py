@@ -115,7 +115,7 @@ class RunConfig(_Section):
     batch_size: int = Field(ge=1)
     accumulate: int | None = Field(ge=1)
     micro_batch_size: int | None = Field(ge=1)
-    seed: int = Field(ge=0)
+    seed: int = Field(ge=0, lt=2**31)
     device: str
     plugins: list[str]
     resume: str | None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mtaccum.engine.replay import frozen
-from mtaccum.engine.result import LossLog
+from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window import WindowPlan
-from mtaccum.errors import TaskError
 from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
 from mtaccum.structure import describe, detach
-from mtaccum.tasks.base import Loss, Task
+from mtaccum.tasks.base import Task
 
 
 def bind(
@@ -84,24 +82,3 @@ class _Binding:
                 total = sum_of_parts(loss)
         self.log.add(name, self.micro_batch, loss, total)
         return total
-
-
-def sum_of_parts(loss: Loss | float) -> Tensor:
-    """The loss as one 0-d tensor: itself, or the sum of its named parts.
-
-    Raises:
-        TaskError: it is neither a single number nor a dict of such.
-    """
-    if isinstance(loss, Mapping):
-        if not loss:
-            raise TaskError("it returned an empty dict; return at least one part.")
-        parts = [sum_of_parts(part) for part in loss.values()]
-        return sum(parts[1:], start=parts[0])
-    if isinstance(loss, int | float):
-        return torch.tensor(float(loss))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TaskError(
-            f"it returned {describe(loss)}; it must be a 0-d tensor, the mean over the micro-batch's valid "
-            f"labels, or a dict of such parts."
-        )
-    return loss.reshape(())

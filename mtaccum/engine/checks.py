@@ -59,6 +59,16 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
         )
 
 
+def check_hooks(model: MultiTaskModel) -> None:
+    """Refuse parameters with a hook that wants the whole gradient, which here comes in several parts."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise OptimizerError(
+                f"{name} has a post-accumulate-grad hook (an optimizer step in the backward, say). It would "
+                f"run for each task and micro-batch. Use on_gradients, or step the optimizer as usual."
+            )
+
+
 def check_window(model: MultiTaskModel, window: Sequence[Any]) -> None:
     """Refuse a batch given in place of a window of batches."""
     if not isinstance(window, list):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mtaccum.batch import to_device
 from mtaccum.engine.bind import bind
-from mtaccum.engine.checks import check_model, check_optimizer, check_window
+from mtaccum.engine.checks import check_hooks, check_model, check_optimizer, check_window
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.window import WindowPlan
@@ -61,6 +61,7 @@ class Engine:
         backward: Backward = Tensor.backward,
     ) -> None:
         check_model(model)
+        check_hooks(model)
         if schedule not in SCHEDULES:
             raise ConfigError(unknown_name("schedule", schedule, SCHEDULES))
         if max_grad_norm is not None and not (0 < max_grad_norm < math.inf):
@@ -109,13 +110,16 @@ class Engine:
         if self.optimizer is None:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
         check_optimizer(self.model, self.optimizer)  # tasks may have been switched on since
-        parameters = list(self.model.parameters())
+        # the optimizer may hold more than the model, such as learned weights of the losses
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = list(dict.fromkeys([*self.model.parameters(), *held]))
         if dropped := _drop_gradients(parameters):
             self._warn_once(
                 "dropped gradients",
                 f"step() dropped gradients that were there before it ({dropped} parameters). To add to "
                 f"gradients of your own use accumulate() and step the optimizer yourself.",
                 UserWarning,
+                stacklevel=3,
             )
         try:
             result = self._accumulate(window)
@@ -146,6 +150,8 @@ class Engine:
 
     def _accumulate(self, window: Sequence[Any]) -> StepResult:
         """The window's gradient, into ``.grad`` that are all None."""
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)
         plan = WindowPlan.of(self.model.tasks_by_name(), window)
         self._warn_inexact(len(window))
@@ -169,21 +175,27 @@ class Engine:
                 f"{micro_batches} micro-batches its gradient is not that of the whole batch. Use one "
                 f"micro-batch for exact gradients.",
                 InexactWarning,
+                stacklevel=5,
             )
 
-    def _warn_once(self, kind: str, message: str, category: type[Warning]) -> None:
+    def _warn_once(self, kind: str, message: str, category: type[Warning], stacklevel: int) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, category, stacklevel=2)
+            warnings.warn(message, category, stacklevel=stacklevel)  # the line of who called the engine
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
     """Norm of all gradients together; clips them to ``max_norm`` if it is given."""
     learned = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in learned if p.grad is not None])
+    norm = nn.utils.get_total_norm([_values(p.grad) for p in learned if p.grad is not None])
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(learned, max_norm, norm)
     return norm
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """A sparse gradient's values, which have its norm."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _drop_gradients(parameters: Sequence[nn.Parameter]) -> int:
@@ -208,4 +220,9 @@ def _gradients_set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         raise
     with torch.no_grad():
         for parameter, gradient in before:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif parameter.grad.layout == gradient.layout:
+                parameter.grad = gradient.add_(parameter.grad)
+            else:  # one of them is sparse
+                parameter.grad = gradient + parameter.grad

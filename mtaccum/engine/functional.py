@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mtaccum.engine.bind import sum_of_parts
+from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.schedules import Backward, Features, Node, split
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import named_errors
@@ -42,7 +43,8 @@ def split_backward(
         features: what the trunk returned, any nest of tensors; or a function without arguments that runs
             the trunk.
         losses: for each task a function of the features (use its argument, not the variable outside) that
-            runs the head and returns the loss, a 0-d tensor or a dict of parts whose sum it is.
+            runs the head and returns the loss, a 0-d tensor or a dict of parts whose sum it is. None: there
+            is no label in this batch, so nothing is learned from it.
         weights: factor of each loss, by task; 1 where not given. A loss of weight 0 is not run.
         recompute: run the trunk without keeping its graph, and once more for its backward (Chen et al.,
             Training Deep Nets with Sublinear Memory Cost, 2016); needs
@@ -51,7 +53,7 @@ def split_backward(
         backward: called once with each weighted loss instead of ``loss.backward()``.
 
     Returns:
-        The losses by task: detached, 0-d, before weighting.
+        The losses by task: detached, 0-d, before weighting; without those that were None.
 
     Raises:
         ConfigError: no losses, weights that are unknown, negative or not finite, or ``recompute`` without
@@ -64,6 +66,8 @@ def split_backward(
             "recompute=True needs a function that runs the trunk: "
             "split_backward(lambda: net.backbone(x), ...)."
         )
+    if not callable(features) and not torch.is_grad_enabled():
+        raise ConfigError("gradients are switched off (torch.no_grad); call split_backward outside of that.")
     done: dict[str, Tensor] = {}
     leaves = _leaves(losses, weights, backward, done, takes_features=True)
     if not leaves:  # all weights are 0
@@ -124,7 +128,10 @@ def _leaves(
 
         def run(above: Features) -> Tensor:
             with named_errors(lambda: f"task {name!r}"):
-                loss = sum_of_parts(function(rewrapped(above[_TRUNK])) if takes_features else function())
+                given = function(rewrapped(above[_TRUNK])) if takes_features else function()
+                if given is None:
+                    return torch.zeros(())  # a constant: it has no backward
+                loss = sum_of_parts(given)
             done[name] = loss.detach()
             return loss * weight
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Buffers = dict[str, Tensor | None]
+Copies = dict[int, tuple[Tensor, Tensor]]
 
 
 class Replay:
@@ -26,6 +27,7 @@ class Replay:
     def __init__(self) -> None:
         self._rng: _RandomState | None = None
         self._buffers: dict[int, tuple[nn.Module, Buffers]] = {}
+        self._copies: Copies = {}
 
     @contextmanager
     def first(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -49,21 +51,26 @@ class Replay:
             hook.remove()
 
     @contextmanager
-    def repeat(self) -> Iterator[None]:
-        """Around each repeat. Afterwards buffers and random state are as they were before it."""
+    def repeat(self, until_backward: ExitStack | None = None) -> Iterator[None]:
+        """Around the forward of each repeat. The random state is then as it was before it.
+
+        Args:
+            until_backward: is to be closed after the repeat's backward, for only then are the buffers as
+                they were before it: a checkpoint inside the module runs it once more in the backward.
+                None: there is no backward, and they are so after the forward.
+        """
         assert self._rng is not None, "repeat before first"
         now = _RandomState()
-        try:
-            with throwaway_buffers(self._buffers.values()):
-                self._rng.restore()
-                yield
-        finally:
-            now.restore()
+        with ExitStack() as until_forward:
+            (until_backward or until_forward).enter_context(throwaway_buffers(self._buffers.values()))
+            until_forward.callback(now.restore)
+            self._rng.restore()
+            yield
 
     def _remember(self, module: nn.Module) -> None:
         for part in module.modules():
             if id(part) not in self._buffers:
-                self._buffers[id(part)] = (part, _copied(part._buffers))
+                self._buffers[id(part)] = (part, _copied(part._buffers, self._copies))
 
 
 @contextmanager
@@ -72,9 +79,10 @@ def throwaway_buffers(values: Iterable[tuple[nn.Module, Buffers]]) -> Iterator[N
     untouched."""
     values = list(values)
     live = [(module, dict(module._buffers)) for module, _ in values]
+    copies: Copies = {}
     try:
         for module, buffers in values:
-            module._buffers.update(_copied(buffers))
+            module._buffers.update(_copied(buffers, copies))
         yield
     finally:
         for module, own in live:
@@ -97,8 +105,13 @@ def frozen(module: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _copied(buffers: Buffers) -> Buffers:
-    return {name: None if value is None else value.detach().clone() for name, value in buffers.items()}
+def _copied(buffers: Buffers, copies: Copies) -> Buffers:
+    """Copies of a module's buffers. One that several modules share is copied once, and noted in ``copies``
+    with its original, whose id must stay taken."""
+    for value in buffers.values():
+        if value is not None and id(value) not in copies:
+            copies[id(value)] = (value, value.detach().clone())
+    return {name: None if value is None else copies[id(value)][1] for name, value in buffers.items()}
 
 
 class _RandomState:

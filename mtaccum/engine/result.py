@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from mtaccum.engine.window import WindowPlan
+from mtaccum.errors import TaskError
+from mtaccum.structure import describe
 from mtaccum.tasks.base import Loss
 
 
@@ -50,7 +52,7 @@ class LossLog:
         self._add(task, total, count)
         if isinstance(loss, Mapping):
             for part, value in loss.items():
-                self._add(f"{task}/{part}", torch.as_tensor(value), count)
+                self._add(f"{task}/{part}", sum_of_parts(value), count)
 
     def _add(self, name: str, value: Tensor, count: float) -> None:
         # in double, so that the mean of K equal losses is that loss again
@@ -73,3 +75,24 @@ class LossLog:
             skipped={name: "no labels" for name, total in totals.items() if total == 0},
             micro_batches=micro_batches,
         )
+
+
+def sum_of_parts(loss: Loss | float) -> Tensor:
+    """The loss as one 0-d tensor: itself, or the sum of its named parts.
+
+    Raises:
+        TaskError: it is neither a single number nor a dict of such.
+    """
+    if isinstance(loss, Mapping):
+        if not loss:
+            raise TaskError("it returned an empty dict; return at least one part.")
+        parts = [sum_of_parts(part) for part in loss.values()]
+        return sum(parts[1:], start=parts[0])
+    if isinstance(loss, int | float):
+        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        raise TaskError(
+            f"it returned {describe(loss)}; it must be a real 0-d tensor, the mean over the micro-batch's "
+            f"valid labels, or a dict of such parts."
+        )
+    return loss.reshape(())

@@ -7,7 +7,7 @@ keeps a graph longer than its own backward (there is no ``retain_graph``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,9 @@ def summed(roots: Sequence[Node], above: Features, backward: Backward) -> None:
     """The baseline: all forwards, the sum of the losses, one backward. Alive at the peak: everything."""
     losses = [loss for loss in _all_losses(roots, above) if loss.requires_grad]
     if losses:
-        backward(sum(losses[1:], start=losses[0]))
+        with torch.enable_grad():
+            total = sum(losses[1:], start=losses[0])
+        backward(total)
 
 
 def _all_losses(nodes: Sequence[Node], above: Features) -> Iterator[Tensor]:
@@ -74,10 +76,11 @@ def sequential(roots: Sequence[Node], above: Features, backward: Backward) -> No
     replays: dict[str, Replay] = {}
     for *inner, leaf in paths(roots):
         features = dict(above)
-        for node in inner:
-            with _once(node, replays):
-                features[node.name] = run_inner(node, features, graph=leaf.learns)
-        run_backward(run_leaf(leaf, features), backward)
+        with ExitStack() as until_backward:
+            for node in inner:
+                with _once(node, replays, until_backward):
+                    features[node.name] = run_inner(node, features, graph=leaf.learns)
+            run_backward(run_leaf(leaf, features), backward)
 
 
 def split(roots: Sequence[Node], above: Features, backward: Backward) -> None:
@@ -102,11 +105,12 @@ def _split_at(node: Node, above: Features, backward: Backward) -> None:
         del features  # before the same ones are made again
     split(node.children, {**above, node.name: cut.features}, backward)
     gradients = cut.take_gradients()
-    if again:
-        with replay.repeat():
-            features = run_inner(node, above, graph=True)
-    with _explained_backward():
-        send_back(features, gradients)
+    with ExitStack() as until_backward:
+        if again:
+            with replay.repeat(until_backward):
+                features = run_inner(node, above, graph=True)
+        with _explained_backward():
+            send_back(features, gradients)
 
 
 SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
@@ -125,10 +129,10 @@ def paths(roots: Sequence[Node]) -> Iterator[tuple[Node, ...]]:
             yield (node, *path)
 
 
-def _once(node: Node, replays: dict[str, Replay]) -> AbstractContextManager[None]:
+def _once(node: Node, replays: dict[str, Replay], until_backward: ExitStack) -> AbstractContextManager[None]:
     """The first pass of a node on this micro-batch, or a replay of it."""
     if node.name in replays:
-        return replays[node.name].repeat()
+        return replays[node.name].repeat(until_backward)
     if sum(1 for _ in paths(node.children)) == 1:
         return nullcontext()  # on one path only: there will be no repeat
     replays[node.name] = Replay()
@@ -176,20 +180,21 @@ def _run(node: Node, above: Features) -> Any:
     complains only if the tensor is a leaf or is needed for a backward.
     """
     shared = tensors_of(dict(above), strict=False)
-    versions = [_version(tensor) for tensor in shared]
+    before = [_condition(tensor) for tensor in shared]
     try:
         result = node.run(above)
     except RuntimeError as error:
         if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
             raise InplaceError(_inplace_message(node)) from error
         raise
-    if versions != [_version(tensor) for tensor in shared]:
+    if before != [_condition(tensor) for tensor in shared]:
         raise InplaceError(_inplace_message(node))
     return result
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _condition(tensor: Tensor) -> tuple[int, bool, torch.Size]:
+    """What an operation in place changes: PyTorch counts these, and some only change what the tensor says."""
+    return (0 if tensor.is_inference() else tensor._version), tensor.requires_grad, tensor.shape
 
 
 def _inplace_message(node: Node) -> str:

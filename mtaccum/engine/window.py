@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mtaccum.errors import ConfigError, LabelError, TaskError
+from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
 
 T = TypeVar("T")
@@ -101,7 +102,11 @@ class WindowPlan:
 
 def _count(name: str, task: Task, batch: Any) -> Any:
     try:
-        return task.count(batch)
+        count = task.count(batch)
+        number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+        if not number or (isinstance(count, Tensor) and count.is_complex()):
+            raise TypeError(f"it returned {describe(count)}; it must be a number or a 0-d tensor")
+        return count
     except Exception as error:
         raise TaskError(f"task {name!r}: count() failed: {type(error).__name__}: {error}") from error
 

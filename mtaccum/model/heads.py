@@ -6,13 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtaccum.errors import ConfigError
+from mtaccum.errors import ConfigError, FeatureError
 
 
 def _check_positive(**numbers: int) -> None:
     for name, value in numbers.items():
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+def _check_map(features: object) -> None:
+    if not isinstance(features, Tensor) or features.dim() != 4:
+        raise FeatureError("the built-in head needs one tensor (batch, channels, height, width); give head=.")
 
 
 class DenseHead(nn.Module):
@@ -40,6 +45,7 @@ class DenseHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map ``(b, in_channels, h, w)`` to ``(b, out_channels, h, w)``."""
+        _check_map(features)
         hidden = F.relu(self.norm(self.hidden(features)))
         output: Tensor = self.output(hidden)
         return output
@@ -71,6 +77,7 @@ class PooledHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map ``(b, in_channels, h, w)`` to ``(b, out_features)``."""
+        _check_map(features)
         hidden = F.relu(self.norm(self.hidden(features)))
         pooled = torch.cat([hidden.mean(dim=(2, 3)), hidden.amax(dim=(2, 3))], dim=1)
         output: Tensor = self.output(pooled)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from mtaccum.batch import batch_size_of, call, get_field
-from mtaccum.errors import ConfigError, TaskError, unknown_name
+from mtaccum.errors import ConfigError, InexactWarning, TaskError, unknown_name
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -129,9 +130,24 @@ class Task(nn.Module):
         target = get_field(batch, self.target, None)
         if target is None:
             return 0
-        if isinstance(target, Tensor | list):
+        if isinstance(target, Tensor):
+            self._warn_of_nan(target)
             return len(target)
-        return batch_size_of(target if isinstance(target, Mapping | tuple) else batch)
+        if isinstance(target, list):
+            return len(target)
+        if isinstance(target, tuple):
+            return batch_size_of((target,))  # as a field: it may hold one object per sample
+        return batch_size_of(target if isinstance(target, Mapping) else batch)
+
+    def _warn_of_nan(self, target: Tensor) -> None:
+        # where the answer costs no wait for a device
+        if target.device.type == "cpu" and target.is_floating_point() and target.isnan().any():
+            warnings.warn(
+                f"the target {self.target!r} of {type(self).__name__} holds NaN, but its count() is the "
+                f"default, which counts every sample. If loss() leaves samples out, define count() to match.",
+                InexactWarning,
+                stacklevel=2,
+            )
 
     def label_range(self, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Smallest and largest valid label in the batch as 0-d tensors, to be held against

@@ -39,7 +39,8 @@ class Regression(Labelled):
         hidden: width of the built-in head.
         target: the batch's entry with the target, shaped like the prediction; a scalar one may lack the
             channel dimension where out_channels is 1.
-        mask: the batch's entry with a boolean mask, broadcastable to the target; True counts.
+        mask: the batch's entry with a boolean mask shaped like the target, with or without the
+            channels; True counts.
         criterion: ``l1``, ``mse`` or ``huber`` (delta 1).
         size_like: resize dense predictions bilinearly to the height and width of this entry of the batch.
         weight, on, mode: as in Task.
@@ -86,7 +87,15 @@ class Regression(Labelled):
         target = get_field(batch, self.target)
         valid = ~torch.isnan(target)
         if self.mask is not None:
-            valid = valid & get_field(batch, self.mask).bool()
+            mask = get_field(batch, self.mask).bool()
+            if mask.dim() == target.dim() - 1:
+                mask = mask.unsqueeze(1)  # it lacks the channels; broadcasting would align it from the right
+            if mask.dim() != target.dim():
+                raise TaskError(
+                    f"the mask {tuple(mask.shape)} doesn't fit the target {tuple(target.shape)}. Give it the "
+                    f"target's shape, with or without the channels."
+                )
+            valid = valid & mask
         # Before the arithmetic: masking the loss afterwards leaves a finite loss with NaN gradients.
         return torch.where(valid, target, 0), valid
 

@@ -6,6 +6,7 @@ from mtaccum.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
+    write_text,
 )
 from mtaccum.training.evaluation import evaluate
 from mtaccum.training.loggers import JsonLinesLogger, Logger, TensorBoardLogger
@@ -28,4 +29,5 @@ __all__ = [
     "load_checkpoint",
     "make_lr_scheduler",
     "save_checkpoint",
+    "write_text",
 ]

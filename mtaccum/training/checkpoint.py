@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,29 @@ def save_checkpoint(state: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: it can't be written (disk full, no permission); the previous state is untouched.
     """
+    with _replacing(path) as partial, partial.open("wb") as file:
+        try:
+            torch.save({"version": VERSION, **state}, file)
+        except RuntimeError as error:
+            # torch's zip writer reports a failed write so, and nothing of the reason
+            raise OSError(f"can't write {path}; is the disk full? ({first_line(error)})") from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, atomically as ``save_checkpoint`` does."""
+    with _replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside ``path``, which takes its place if the block succeeds."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
-            torch.save({"version": VERSION, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         os.replace(partial, path)
-    except RuntimeError as error:
-        # torch's zip writer reports a failed write (a full disk) as a RuntimeError
-        raise OSError(f"can't write {path}: {first_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mtaccum.batch import to_device
-from mtaccum.engine.bind import sum_of_parts
+from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.window import WindowPlan
 from mtaccum.model import MultiTaskModel, evaluating
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from mtaccum.training.checkpoint import write_text
+
 
 class Logger(Protocol):
     """What the training calls; ``_target_`` in the config's ``loggers`` may name any class like it."""
@@ -71,7 +73,7 @@ class JsonLinesLogger:
             if path.is_file():
                 lines = path.read_text(encoding="utf-8").splitlines()
                 kept = [line for line in lines if _step_of(line) <= step]
-                path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+                write_text(path, "".join(line + "\n" for line in kept))
 
     def close(self) -> None:
         for file in self._open.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,7 +56,7 @@ class Trainer:
         self.average = None if decay is None else averaged(self.model, decay)
         self.steps = self.micro_batches = self.samples = self.epoch = self.batches_in_epoch = 0
         self.best: float | None = None
-        self.evaluations_since_best = 0
+        self.evaluations_since_best = self.evaluated_steps = 0
         self.peak: PeakReport | None = None
         self.saved_steps: int | None = None
         """Steps of the state that was saved last, by this process; None if it has saved none."""
@@ -89,6 +89,7 @@ class Trainer:
                 except KeyboardInterrupt:
                     if self._stepping:
                         raise  # between two states; the last one saved is whole
+                    interrupt.requested = True
             self._save(LAST)
             if not interrupt.requested:
                 evaluation = evaluated_at.get(self.steps) or self._evaluate(display)
@@ -108,6 +109,8 @@ class Trainer:
     def _run(self, interrupt: Interrupt, display: Display) -> dict[int, Evaluation]:
         """The steps; returns the last evaluation by step."""
         settings, last = self.settings, {}
+        if _due(self.steps, settings.eval_every) and self.evaluated_steps < self.steps:
+            last = {self.steps: self._evaluate(display)}  # what an interruption has prevented
         since, samples_before = time.monotonic(), self.samples
         for window in self._windows():
             result = self._step(window)
@@ -133,7 +136,7 @@ class Trainer:
         while self.steps < self.settings.total_steps:
             self.sampler.seek(self.epoch, self.batches_in_epoch)
             whole_epoch, steps_before = self.batches_in_epoch == 0, self.steps
-            for window in windows(self.loader, self.sampler.accumulate):
+            for window in windows(loaded(self.loader), self.sampler.accumulate):
                 yield window
                 if self.steps == self.settings.total_steps:
                     return
@@ -187,7 +190,7 @@ class Trainer:
 
     def _evaluate(self, display: Display) -> Evaluation:
         """Evaluate, log, and keep the state if it is the best so far."""
-        evaluation = evaluate(self.evaluated_model, self.validation)
+        evaluation = evaluate(self.evaluated_model, loaded(self.validation))
         loss = weighted_loss(self.model, evaluation)
         scalars = {f"val/{name}/{key}": v for name, m in evaluation.items() for key, v in m.items()}
         peak = {} if self.peak is None else {"peak_bytes": float(self.peak.peak_bytes)}
@@ -196,9 +199,15 @@ class Trainer:
         monitored = scalars.get(f"val/{self.settings.monitor}", math.nan)
         if self.settings.monitor == "loss":
             monitored = loss
+        self.evaluated_steps = self.steps
         if self._better(monitored):
+            before = self.best, self.evaluations_since_best
             self.best, self.evaluations_since_best = monitored, 0
-            self._save(BEST)
+            try:
+                self._save(BEST)
+            except BaseException:  # interrupted: what wasn't kept isn't the best
+                self.best, self.evaluations_since_best = before
+                raise
         else:
             self.evaluations_since_best += 1
         return evaluation
@@ -262,6 +271,7 @@ _PROGRESS = (
     "batches_in_epoch",
     "best",
     "evaluations_since_best",
+    "evaluated_steps",
 )
 
 
@@ -269,6 +279,28 @@ def averaged(model: MultiTaskModel, decay: float) -> AveragedModel:
     """A copy of the model that follows an exponential moving average of its weights and buffers."""
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+
+
+def loaded(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader; what goes wrong in it becomes an explained error.
+
+    Raises:
+        BatchError: a sample couldn't be loaded, or samples don't fit into one batch.
+    """
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise BatchError(
+                f"loading a batch failed: {type(error).__name__}: {reason}. The samples of a batch need the "
+                f"same entries: where there is no label use NaN (regression), 255 (segmentation) or -100 "
+                f"(classification), or give data.collate_fn."
+            ) from error
+        yield batch
 
 
 def _due(step: int, every: int) -> bool:

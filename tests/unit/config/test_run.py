@@ -202,7 +202,16 @@ def test_a_checkpoint_of_another_model_is_explained(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("hydra.run.dir=run") == 0
-    for overrides in (["trunk.widths=[16,32]"], ["trainer.ema_decay=0.9"], ["optimizer=sgd"]):
-        assert run("resume=run", "hydra.run.dir=other", "trainer.max_steps=4", *overrides) == 2
-        assert "doesn't fit this config" in capfd.readouterr().err
+    for override, named in (
+        ("trunk.widths=[16,32]", "trunk.widths: [16, 32] (was [32, 64])"),
+        ("optimizer.lr=1", "optimizer.lr: 1.0 (was 0.004)"),
+        ("batch_size=4", "batch_size: 4 (was 8)"),
+        ("trainer.ema_decay=0.9", "doesn't fit this config"),
+    ):
+        assert run("resume=run", "hydra.run.dir=other", "trainer.max_steps=4", override) == 2
+        assert named in capfd.readouterr().err
         assert not (tmp_path / "other").exists()
+    # how the batch is run is free, and so is the length
+    assert (
+        run("resume=run", "hydra.run.dir=other", "trainer.max_steps=4", "accumulate=2", "engine=summed") == 0
+    )

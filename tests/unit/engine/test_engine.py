@@ -955,3 +955,75 @@ def test_the_engine_does_not_draw_random_numbers_of_its_own(schedule: str) -> No
     seed_everything(1)
     Engine(model, sgd(model), schedule=schedule, max_grad_norm=1.0).step(split_batch(plain_batch(6), 2))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_the_optimizer_holds_beside_the_model_is_cleared_and_counted_i4() -> None:
+    """A learned weight of a loss: its gradient is the step's alone, and is part of the norm."""
+
+    class Uncertain(Squared):
+        def loss(self, prediction: Tensor, batch: Any) -> Tensor:
+            return torch.exp(-log_variance) * super().loss(prediction, batch) + log_variance
+
+    log_variance = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    model = MultiTaskModel(nn.Linear(3, 4), {"a": Uncertain(nn.Linear(4, 2))}, inputs="x").double()
+    optimizer = torch.optim.SGD([*model.parameters(), log_variance], lr=0.0)
+    seen: list[Tensor] = []
+    engine = Engine(model, optimizer, on_gradients=lambda _: seen.append(log_variance.grad.clone()))  # type: ignore[union-attr]
+
+    norms = [engine.step([plain_batch(5)]).grad_norm for _ in range(3)]
+
+    assert log_variance.grad is None
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
+    assert norms[0] == norms[1] == norms[2]
+
+
+def test_inference_mode_is_refused() -> None:
+    model = plain_model()
+    with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+        Engine(model, sgd(model)).step([plain_batch(5)])
+
+
+@pytest.mark.parametrize("schedule", ["summed", "sequential", "split"])
+def test_no_grad_around_a_step_changes_nothing(schedule: str) -> None:
+    one, two = plain_model(), plain_model()
+    with torch.no_grad():
+        Engine(one, sgd(one), schedule=schedule).step([plain_batch(5)])
+    Engine(two, sgd(two), schedule=schedule).step([plain_batch(5)])
+    assert_equal_states(weights_of(one), weights_of(two))
+
+
+def test_hooks_that_want_the_whole_gradient_are_refused() -> None:
+    model = plain_model()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(OptimizerError, match="post-accumulate-grad hook"):
+        Engine(model, sgd(model))
+
+
+class SparseTrunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids)
+
+
+@pytest.mark.parametrize("schedule", ["summed", "sequential", "split"])
+def test_sparse_embeddings_step_and_add_to_dense_gradients(schedule: str) -> None:
+    torch.manual_seed(0)
+    tasks = {"a": Squared(nn.Linear(4, 1), target="y")}
+    model = MultiTaskModel(SparseTrunk(), tasks, inputs="ids")
+    batch = {"ids": torch.tensor([1, 2, 2]), "y": torch.rand(3, 1)}
+    weight = model.trunk.embedding.weight  # type: ignore[union-attr]
+    Engine(model, schedule=schedule).accumulate([batch])
+    assert weight.grad is not None
+    expected = weight.grad.to_dense() + 1
+    weight.grad = torch.ones_like(weight)
+    Engine(model, schedule=schedule).accumulate([batch])
+    torch.testing.assert_close(weight.grad.to_dense() if weight.grad.is_sparse else weight.grad, expected)
+
+    model.zero_grad()
+    result = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule).step([batch])
+    assert result.grad_norm is not None
+    assert result.grad_norm > 0

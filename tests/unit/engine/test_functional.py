@@ -438,7 +438,7 @@ def test_writing_into_the_features_is_refused_by_name_b2(frozen: bool, recompute
 
 @pytest.mark.parametrize(
     ("loss", "shown"),
-    [(lambda f: f, r"Tensor\(7, 5\)"), (lambda f: {}, "empty dict"), (lambda f: None, "NoneType")],
+    [(lambda f: f, r"Tensor\(7, 5\)"), (lambda f: {}, "empty dict"), (lambda f: "3", "str")],
 )
 def test_a_loss_that_is_no_single_number_names_the_task(loss: Any, shown: str) -> None:
     with pytest.raises(TaskError, match=f"task 'seg'.*{shown}"):
@@ -477,3 +477,23 @@ def test_autocast_around_the_call_loses_no_gradient_of_the_trunk(recompute: bool
             recompute=recompute,
         )
     torch.testing.assert_close(trunk.weight.grad, expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loss_that_is_none_learns_nothing_and_the_others_do(recompute: bool) -> None:
+    model, other = net(), net()
+    losses, reference = losses_of(model), losses_of(other)
+    found = split_backward(lambda: model.trunk(X), {**losses, "seg": lambda f: None}, recompute=recompute)
+    del reference["seg"]
+    split_backward(lambda: other.trunk(X), reference, recompute=recompute)
+
+    assert set(found) == set(reference)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None)
+        assert one.grad is None or torch.equal(one.grad, two.grad)
+
+
+def test_without_gradients_it_is_refused() -> None:
+    model = net()
+    with torch.no_grad(), pytest.raises(ConfigError, match="no_grad"):
+        split_backward(model.trunk(X), losses_of(model))

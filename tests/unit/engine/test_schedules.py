@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,17 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from mtaccum import Engine, InplaceError, MultiTaskModel, Neck, split_batch
+from mtaccum import (
+    Classification,
+    Engine,
+    FeatureError,
+    InplaceError,
+    MultiTaskModel,
+    Neck,
+    TaskError,
+    split_backward,
+    split_batch,
+)
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 
@@ -576,3 +586,116 @@ def test_only_detached_tasks_leave_the_trunk_without_a_graph_b4() -> None:
     assert not any(requires)
     assert model.trunk.weight.grad is None
     assert model.task("b").head.weight.grad is not None
+
+
+class Sharing(MutableMapping):  # type: ignore[type-arg]
+    """Its shallow copy shares the inside with it."""
+
+    def __init__(self, inside: dict[str, Tensor]) -> None:
+        self.inside = inside
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.inside[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.inside[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.inside[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inside)
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+
+class Cloning(dict[str, Tensor]):
+    """Keeps a copy of what it is given."""
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        super().__setitem__(key, value.clone())
+
+
+@pytest.mark.parametrize("container", [Sharing, Cloning])
+def test_a_container_that_would_lose_gradients_at_the_cut_is_refused(container: type) -> None:
+    trunk, head = nn.Linear(3, 4), nn.Linear(4, 2)
+    with pytest.raises(FeatureError, match="doesn't keep the tensors"):
+        split_backward(container({"x": trunk(torch.rand(5, 3))}), {"a": lambda f: head(f["x"]).sum()})
+
+
+class Checkpointed(nn.Module):
+    """BatchNorm and spectral norm inside a checkpoint: they run once more in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+        self.inner = nn.Sequential(linear, nn.BatchNorm1d(6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=True)
+        return output
+
+
+def test_a_checkpoint_inside_a_repeated_node_moves_buffers_as_in_one_pass_s1() -> None:
+    states = {}
+    for schedule in ("summed", "sequential", "split"):
+        torch.manual_seed(0)
+        tasks = {name: Classification(3, head=nn.Linear(6, 3), target="y") for name in ("a", "b", "c")}
+        model = MultiTaskModel(Checkpointed(), tasks, inputs="x").double()
+        x = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)  # reentrant checkpoints need one
+        Engine(model, schedule=schedule).accumulate([{"x": x, "y": torch.arange(5) % 3}])
+        states[schedule] = {
+            **dict(model.named_buffers()),
+            **{f"{name}.grad": p.grad for name, p in model.named_parameters()},
+        }
+    for schedule in ("sequential", "split"):
+        for name, value in states["summed"].items():
+            torch.testing.assert_close(states[schedule][name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+class Shared(nn.Module):
+    """Two modules with one buffer: the first moves it, the second reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(4, 4), nn.Module()
+        scale = torch.ones(())
+        self.register_buffer("scale", scale)
+        self.reads.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(2)
+        return self.linear(x) * self.reads.scale
+
+
+def test_buffers_that_modules_share_stay_shared_in_repeats() -> None:
+    gradients = []
+    for schedule in ("summed", "sequential", "split"):
+        torch.manual_seed(0)
+        tasks = {name: Classification(3, head=nn.Linear(4, 3), target="y") for name in ("a", "b")}
+        model = MultiTaskModel(Shared(), tasks, inputs="x").double()
+        batch = {"x": torch.rand(5, 4, dtype=torch.float64), "y": torch.arange(5) % 3}
+        Engine(model, schedule=schedule).accumulate([batch])
+        assert model.trunk is not None
+        gradients.append(model.trunk.linear.weight.grad)
+        assert model.trunk.scale == 2
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("change", [lambda f: f.requires_grad_(False), lambda f: f.detach_()])
+@pytest.mark.parametrize("schedule", ["summed", "sequential", "split"])
+def test_switching_a_shared_features_gradient_off_is_refused_b2(schedule: str, change: Any) -> None:
+    class Changing(nn.Linear):
+        def forward(self, f: Tensor) -> Tensor:
+            change(f)
+            return super().forward(f)
+
+    tasks = {
+        "bad": Classification(3, head=Changing(4, 3), target="y"),
+        "good": Classification(3, head=nn.Linear(4, 3), target="y"),
+    }
+    model = MultiTaskModel(nn.Linear(4, 4), tasks, inputs="x")
+    with pytest.raises(TaskError, match="bad"):
+        Engine(model, schedule=schedule).accumulate([{"x": torch.rand(5, 4), "y": torch.arange(5) % 3}])
