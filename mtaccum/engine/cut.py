@@ -44,9 +44,9 @@ class Cut:
         # A container that copies what it is given, or shares its inside with its copy, would lose gradients.
         if not (_holds(self.features, self._leaves) and _holds(features, originals)):
             raise FeatureError(
-                f"features {describe(features)} hold a container that doesn't keep the tensors it gets, "
-                f"so gradients would be lost at the cut. Return plain tuples, lists or dicts, or register its "
-                f"type: mtaccum.register_structure."
+                f"features {describe(features)} hold a container that doesn't keep the tensors it is given, "
+                f"so gradients would be lost at the cut. Return plain tuples, lists or dicts, or register "
+                f"its type: mtaccum.register_structure."
             )
 
     def take_gradients(self) -> list[Tensor | None]:

@@ -93,6 +93,7 @@ class Engine:
         self.on_gradients = on_gradients
         self.backward = backward
         self._warned: set[str] = set()
+        self._checked: tuple[tuple[str, bool], ...] = ()
 
     def step(self, window: Sequence[Any]) -> StepResult:
         """One optimizer step from a window of micro-batches. Afterwards every ``.grad`` is None.
@@ -109,7 +110,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
-        check_optimizer(self.model, self.optimizer)  # tasks may have been switched on since
+        self._check_optimizer_again()
         # the optimizer may hold more than the model, such as learned weights of the losses
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         parameters = list(dict.fromkeys([*self.model.parameters(), *held]))
@@ -164,6 +165,14 @@ class Engine:
                 SCHEDULES[self.schedule](roots, {ROOT: inputs}, self.backward)
                 del roots, inputs
         return log.result(micro_batches=len(window))
+
+    def _check_optimizer_again(self) -> None:
+        """Tasks may have been switched on since the last check."""
+        assert self.optimizer is not None
+        learning = tuple((task.mode, task.enabled) for task in self.model.tasks_by_name().values())
+        if learning != self._checked:
+            check_optimizer(self.model, self.optimizer)
+            self._checked = learning
 
     def _warn_inexact(self, micro_batches: int) -> None:
         tasks = self.model.tasks_by_name()

@@ -35,7 +35,7 @@ ELSEWHERE = {
 
 
 def test_every_block_is_of_a_kind_that_is_executed() -> None:
-    assert {language for language, _ in BLOCKS} == {"sh", "python"}
+    assert {language for language, _ in BLOCKS} == {"sh", "python", "yaml"}
     assert len(BLOCKS) > 10
 
 
@@ -51,7 +51,10 @@ def shell(line: str, folder: Path) -> None:
     if words[:3] == ["python", "-m", "mtaccum.train"] and "--cfg" not in words:
         resumes = any(word.startswith("resume=") for word in words)
         kept = [word for word in words if not word.startswith("trainer.max_steps=")]
-        words = [*kept, *(LONGER if resumes else SHORT)]
+        short = LONGER if resumes else SHORT
+        if "--config-dir" in words:
+            short = [word for word in short if not word.startswith("data.")]
+        words = [*kept, *short]
     if words[0] == "tensorboard":
         words = [sys.executable, "-m", "tensorboard.main", "--inspect", *words[1:]]  # reads, doesn't serve
     if words[0] == "python" and words[1].startswith("benchmarks/"):
@@ -72,10 +75,12 @@ def test_snippets_and_commands_run_in_the_readers_order(
     shell("python -m mtaccum.train '+tasks=[seg,cls]'", folder)
     names: dict[str, object] = {"__name__": "readme"}
     for language, text in BLOCKS:
-        if language == "python":
-            if file := re.match(r"# (\w+\.py)\n", text):
+        if language in ("python", "yaml"):
+            if file := re.match(r"# ([\w/]+\.(py|yaml))\n", text):
+                (folder / file[1]).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file[1]).write_text(text)
             else:
+                assert language == "python"
                 exec(compile(text, "README.md", "exec"), names)
         else:
             for line in filter(None, text.splitlines()):
