@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from mtaccum.config.schema import RunConfig
+from mtaccum.data import batch_errors
 from mtaccum.errors import ConfigError, TaskError, unknown_name
 from mtaccum.model import TRUNK, MultiTaskModel, Neck, evaluating
 from mtaccum.structure import describe, tensors_of
@@ -80,15 +81,8 @@ def collate(config: RunConfig, samples: list[Any]) -> Any:
     """A batch of samples, by the config's ``collate_fn`` or PyTorch's default."""
     function = config.data.collate_fn
     collate_fn = default_collate if function is None else collate_function(function)
-    try:
+    with batch_errors():
         return collate_fn(samples)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"data: samples can't be put into a batch: {type(error).__name__}: {reason}. They need the same "
-            f"entries: where there is no label use NaN (regression), 255 (segmentation) or -100 "
-            f"(classification), or give data.collate_fn."
-        ) from error
 
 
 def collate_function(target: Any) -> Any:

@@ -1,6 +1,7 @@
 """Data: the digit scenes that ship, and the sampler of micro-batches."""
 
 from mtaccum.data.digits import DigitScenes
+from mtaccum.data.loading import batch_errors, loaded
 from mtaccum.data.sampler import MicroBatchSampler
 
-__all__ = ["DigitScenes", "MicroBatchSampler"]
+__all__ = ["DigitScenes", "MicroBatchSampler", "batch_errors", "loaded"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
-from mtaccum.data.sampler import MicroBatchSampler
+from mtaccum.data import MicroBatchSampler, loaded
 from mtaccum.engine import Engine, StepResult, windows
 from mtaccum.errors import BatchError
 from mtaccum.memory import PeakReport, measure_peak
@@ -279,28 +279,6 @@ def averaged(model: MultiTaskModel, decay: float) -> AveragedModel:
     """A copy of the model that follows an exponential moving average of its weights and buffers."""
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-
-
-def loaded(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader; what goes wrong in it becomes an explained error.
-
-    Raises:
-        BatchError: a sample couldn't be loaded, or samples don't fit into one batch.
-    """
-    batches = iter(loader)
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise BatchError(
-                f"loading a batch failed: {type(error).__name__}: {reason}. The samples of a batch need the "
-                f"same entries: where there is no label use NaN (regression), 255 (segmentation) or -100 "
-                f"(classification), or give data.collate_fn."
-            ) from error
-        yield batch
 
 
 def _due(step: int, every: int) -> bool:
