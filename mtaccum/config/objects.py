@@ -29,6 +29,7 @@ def instantiate(place: str, config: Mapping[str, Any], **arguments: Any) -> Any:
     """
     if "_target_" not in config:
         raise ConfigError(f"{place} needs a _target_: the class to build, as package.module.Class.")
+    _check_keys(place, config)
     try:
         # plain containers go in, so that no DictConfig gets into the objects
         return hydra.utils.instantiate(OmegaConf.create(dict(config)), **arguments, _convert_="all")
@@ -37,13 +38,25 @@ def instantiate(place: str, config: Mapping[str, Any], **arguments: Any) -> Any:
         if isinstance(cause, ConfigError):
             raise ConfigError(f"{place}: {cause}") from error
         reason = " ".join(str(cause).split()) or type(cause).__name__
-        hint = ""
-        if "unexpected keyword argument" in reason:
+        raise ConfigError(f"{place}: can't build {config['_target_']}: {reason}") from error
+
+
+def _check_keys(place: str, config: Mapping[str, Any]) -> None:
+    """Refuse keys that the target's signature doesn't have, with the nearest one that it has."""
+    target = str(config["_target_"])
+    try:
+        known = inspect.signature(hydra.utils.get_object(target)).parameters
+    except Exception:
+        return  # what can't be found or has no signature is reported when it is built
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for key in config:
+        if not key.startswith("_") and key not in known:
             hint = (
-                f" Entries of the shipped option stay where only _target_ is changed; replace the whole: "
-                f"'~{place}' '+{place}={{_target_: {config['_target_']}}}'."
+                f"{target} doesn't take it. What a shipped option holds stays where only _target_ is "
+                f"changed; to replace the whole: '~{place}' '+{place}={{_target_: {target}}}'."
             )
-        raise ConfigError(f"{place}: can't build {config['_target_']}: {reason}.{hint}") from error
+            raise ConfigError(unknown_name(f"key in {place}:", key, known, hint))
 
 
 def build_model(config: RunConfig, batch: Any = None) -> tuple[MultiTaskModel, RunConfig]:
