@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Replay:
         self._rng: _RandomState | None = None
         self._buffers: dict[int, tuple[nn.Module, Buffers]] = {}
         self._copies: Copies = {}
+        self._throwaway: list[tuple[nn.Module, Buffers]] = []
 
     @contextmanager
     def first(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -51,42 +52,41 @@ class Replay:
             hook.remove()
 
     @contextmanager
-    def repeat(self, until_backward: ExitStack | None = None) -> Iterator[None]:
-        """Around the forward of each repeat. The random state is then as it was before it.
-
-        Args:
-            until_backward: is to be closed after the repeat's backward, for only then are the buffers as
-                they were before it: a checkpoint inside the module runs it once more in the backward.
-                None: there is no backward, and they are so after the forward.
-        """
+    def repeat(self) -> Iterator[None]:
+        """Around the forward of each repeat. Afterwards random state and buffers are as they were before."""
         assert self._rng is not None, "repeat before first"
         now = _RandomState()
-        with ExitStack() as until_forward:
-            (until_backward or until_forward).enter_context(throwaway_buffers(self._buffers.values()))
-            until_forward.callback(now.restore)
+        self._throwaway = _copied(self._buffers.values())
+        try:
             self._rng.restore()
-            yield
+            with swapped_buffers(self._throwaway):
+                yield
+        finally:
+            now.restore()
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Around the backward of a repeat: a checkpoint inside the module runs it once more there. Not from
+        the repeat on, since in between a head may run a module that it shares, and for the first time."""
+        return swapped_buffers(self._throwaway)
 
     def _remember(self, module: nn.Module) -> None:
-        for part in module.modules():
-            if id(part) not in self._buffers:
-                self._buffers[id(part)] = (part, _copied(part._buffers, self._copies))
+        new = [part for part in module.modules() if id(part) not in self._buffers]
+        for part, buffers in _copied([(part, part._buffers) for part in new], self._copies):
+            self._buffers[id(part)] = (part, buffers)
 
 
 @contextmanager
-def throwaway_buffers(values: Iterable[tuple[nn.Module, Buffers]]) -> Iterator[None]:
-    """Let modules work on copies of the given values of their own buffers; afterwards theirs are back,
-    untouched."""
+def swapped_buffers(values: Iterable[tuple[nn.Module, Buffers]]) -> Iterator[None]:
+    """Let modules work on the given buffers; afterwards their own are back, untouched."""
     values = list(values)
-    live = [(module, dict(module._buffers)) for module, _ in values]
-    copies: Copies = {}
+    own = [(module, dict(module._buffers)) for module, _ in values]
     try:
         for module, buffers in values:
-            module._buffers.update(_copied(buffers, copies))
+            module._buffers.update(buffers)
         yield
     finally:
-        for module, own in live:
-            module._buffers.update(own)
+        for module, buffers in own:
+            module._buffers.update(buffers)
 
 
 @contextmanager
@@ -98,20 +98,27 @@ def frozen(module: nn.Module) -> Iterator[None]:
     try:
         for parameter in learning:
             parameter.requires_grad_(False)
-        with throwaway_buffers((part, part._buffers) for part in module.modules()):
+        with swapped_buffers(_copied((part, part._buffers) for part in module.modules())):
             yield
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)
 
 
-def _copied(buffers: Buffers, copies: Copies) -> Buffers:
-    """Copies of a module's buffers. One that several modules share is copied once, and noted in ``copies``
+def _copied(
+    values: Iterable[tuple[nn.Module, Buffers]], copies: Copies | None = None
+) -> list[tuple[nn.Module, Buffers]]:
+    """Modules with copies of buffers. One that several modules share is copied once, and noted in ``copies``
     with its original, whose id must stay taken."""
-    for value in buffers.values():
-        if value is not None and id(value) not in copies:
-            copies[id(value)] = (value, value.detach().clone())
-    return {name: None if value is None else copies[id(value)][1] for name, value in buffers.items()}
+    copies = {} if copies is None else copies
+    result = []
+    for module, buffers in values:
+        for value in buffers.values():
+            if value is not None and id(value) not in copies:
+                copies[id(value)] = (value, value.detach().clone())
+        own = {name: None if value is None else copies[id(value)][1] for name, value in buffers.items()}
+        result.append((module, own))
+    return result
 
 
 class _RandomState:

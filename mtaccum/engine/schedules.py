@@ -76,11 +76,11 @@ def sequential(roots: Sequence[Node], above: Features, backward: Backward) -> No
     replays: dict[str, Replay] = {}
     for *inner, leaf in paths(roots):
         features = dict(above)
-        with ExitStack() as until_backward:
-            for node in inner:
-                with _once(node, replays, until_backward):
-                    features[node.name] = run_inner(node, features, graph=leaf.learns)
-            run_backward(run_leaf(leaf, features), backward)
+        repeated: list[Replay] = []
+        for node in inner:
+            with _once(node, replays, repeated):
+                features[node.name] = run_inner(node, features, graph=leaf.learns)
+        run_backward(run_leaf(leaf, features), backward, repeated)
 
 
 def split(roots: Sequence[Node], above: Features, backward: Backward) -> None:
@@ -105,12 +105,11 @@ def _split_at(node: Node, above: Features, backward: Backward) -> None:
         del features  # before the same ones are made again
     split(node.children, {**above, node.name: cut.features}, backward)
     gradients = cut.take_gradients()
-    with ExitStack() as until_backward:
-        if again:
-            with replay.repeat(until_backward):
-                features = run_inner(node, above, graph=True)
-        with _explained_backward():
-            send_back(features, gradients)
+    if again:
+        with replay.repeat():
+            features = run_inner(node, above, graph=True)
+    with _explained_backward(), replay.in_backward():
+        send_back(features, gradients)
 
 
 SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
@@ -129,10 +128,11 @@ def paths(roots: Sequence[Node]) -> Iterator[tuple[Node, ...]]:
             yield (node, *path)
 
 
-def _once(node: Node, replays: dict[str, Replay], until_backward: ExitStack) -> AbstractContextManager[None]:
-    """The first pass of a node on this micro-batch, or a replay of it."""
+def _once(node: Node, replays: dict[str, Replay], repeated: list[Replay]) -> AbstractContextManager[None]:
+    """The first pass of a node on this micro-batch, or a replay of it, which is noted in ``repeated``."""
     if node.name in replays:
-        return replays[node.name].repeat(until_backward)
+        repeated.append(replays[node.name])
+        return replays[node.name].repeat()
     if sum(1 for _ in paths(node.children)) == 1:
         return nullcontext()  # on one path only: there will be no repeat
     replays[node.name] = Replay()
@@ -152,11 +152,13 @@ def run_leaf(node: Node, above: Features) -> Tensor:
         return loss
 
 
-def run_backward(loss: Tensor, backward: Backward) -> None:
-    """Backward of one loss; a constant one has none."""
+def run_backward(loss: Tensor, backward: Backward, repeated: Sequence[Replay] = ()) -> None:
+    """Backward of one loss, through the given repeats; a constant one has none."""
     if not loss.requires_grad:
         return
-    with _explained_backward():
+    with _explained_backward(), ExitStack() as repeats:
+        for replay in repeated:
+            repeats.enter_context(replay.in_backward())
         backward(loss)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -90,7 +91,10 @@ class MultiTaskModel(nn.Module):
         self.paths = _paths(trunk is not None, on, set(self.necks))
         used = {node for task in self.tasks for node in self.paths[task]}
         if unused := [name for name in self.necks if name not in used]:
-            raise ConfigError(f"the neck {unused[0]!r} feeds no task; put a task on it, or leave it out.")
+            warnings.warn(
+                f"the neck {unused[0]!r} feeds no task, so it is never run. Put a task on it, or drop it.",
+                stacklevel=2,
+            )
         """For each node the names of the nodes from the trunk to it, itself included."""
 
     def task(self, name: str) -> Task:

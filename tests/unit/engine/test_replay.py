@@ -13,7 +13,7 @@ from helpers import RandomState, assert_equal_states, seed_everything
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from mtaccum.engine.replay import Replay, frozen, throwaway_buffers
+from mtaccum.engine.replay import Replay, frozen, swapped_buffers
 
 
 def draw() -> list[float]:
@@ -140,22 +140,37 @@ def test_a_graph_made_on_throwaway_buffers_can_go_backward_afterwards() -> None:
     assert torch.equal(layer.parametrizations.weight.original.grad, expected)
 
 
+def test_in_the_backward_the_repeats_buffers_are_worked_on() -> None:
+    norm, replay, x = nn.BatchNorm1d(2), Replay(), torch.rand(5, 2)
+    with replay.first(norm):
+        norm(x)
+    now = buffers_of(norm)
+    with replay.repeat():
+        norm(x)
+    with replay.in_backward():
+        assert norm.num_batches_tracked.item() == 1
+        norm(x)
+    with replay.in_backward():
+        assert norm.num_batches_tracked.item() == 2
+    assert_equal_states(buffers_of(norm), now)
+
+
 def test_a_repeat_before_the_first_pass_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="repeat before first"), Replay().repeat():
         pass
 
 
-def test_throwaway_buffers_start_from_the_given_values_and_leave_no_trace() -> None:
+def test_swapped_buffers_are_worked_on_and_leave_no_trace() -> None:
     norm = nn.BatchNorm1d(2)
     norm.register_buffer("nothing", None)
     mine = norm.running_mean
     values = {"running_mean": torch.full((2,), 7.0)}
-    with throwaway_buffers([(norm, values)]):
+    with swapped_buffers([(norm, values)]):
         assert norm.running_mean.tolist() == [7.0, 7.0]
         norm(torch.rand(5, 2))
     assert norm.running_mean is mine
     assert mine.tolist() == [0.0, 0.0]
-    assert values["running_mean"].tolist() == [7.0, 7.0]
+    assert values["running_mean"].tolist() != [7.0, 7.0]
     assert norm.nothing is None
 
 

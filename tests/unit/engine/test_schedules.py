@@ -699,3 +699,32 @@ def test_switching_a_shared_features_gradient_off_is_refused_b2(schedule: str, c
     model = MultiTaskModel(nn.Linear(4, 4), tasks, inputs="x")
     with pytest.raises(TaskError, match="bad"):
         Engine(model, schedule=schedule).accumulate([{"x": torch.rand(5, 4), "y": torch.arange(5) % 3}])
+
+
+class WithShared(nn.Module):
+    """A layer of its own behind a module that others run too."""
+
+    def __init__(self, shared: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.shared, self.out = shared, nn.Linear(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.out(self.shared(x).tanh())
+        return output
+
+
+def test_a_module_shared_by_trunk_and_heads_moves_its_buffers_as_in_one_pass_s1() -> None:
+    """Its passes in the heads are first ones, also where the trunk's is a repeat."""
+    states = {}
+    for schedule in ("summed", "sequential", "split"):
+        torch.manual_seed(0)
+        shared = nn.BatchNorm1d(4)
+        tasks = {name: Classification(3, head=WithShared(shared, 3), target="y") for name in ("a", "b", "c")}
+        model = MultiTaskModel(WithShared(shared, 4), tasks, inputs="x").double()
+        batch = {"x": torch.rand(5, 4, dtype=torch.float64), "y": torch.arange(5) % 3}
+        Engine(model, schedule=schedule).accumulate([batch])
+        states[schedule] = {name: value.clone() for name, value in shared.named_buffers()}
+        assert shared.num_batches_tracked == 4
+    for schedule in ("sequential", "split"):
+        for name, value in states["summed"].items():
+            assert torch.equal(states[schedule][name], value), (schedule, name)

@@ -10,7 +10,7 @@ import torch
 from helpers import Squared, awkward_batch, awkward_model
 from torch import Tensor, nn
 
-from mtaccum import BatchError, ConfigError, MultiTaskModel, Neck, Task, TaskError
+from mtaccum import BatchError, ConfigError, MultiTaskModel, Neck, Regression, Task, TaskError
 
 
 class Tagged(nn.Module):
@@ -317,3 +317,13 @@ def test_the_model_comes_back_from_its_state_dict() -> None:
     batch = awkward_batch(2)
     other.load_state_dict(one.state_dict())
     assert torch.equal(one(batch)["seg"], other(batch)["seg"])
+
+
+def test_a_neck_that_feeds_no_task_is_pointed_out() -> None:
+    with pytest.warns(UserWarning, match="'unused' feeds no task"):
+        MultiTaskModel(
+            nn.Linear(3, 4),
+            {"a": Regression(head=nn.Linear(4, 1), target="y")},
+            inputs="x",
+            necks={"unused": Neck(nn.Linear(4, 4))},
+        )
