@@ -132,7 +132,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     many = pairs if options.quick else 10 * pairs
     small = {"width": 32, "pixels": 64, "batch_size": 2}
     # some 50 ms on two cores: the shorter a step, the more the engine's own work shows
-    middle = small if options.quick else {"width": 64, "pixels": 64, "batch_size": 6}
+    middle = small if options.quick else {"width": 64, "pixels": 64, "batch_size": 8}
     steps = schedule_steps(dense_case(8, device, **(small if options.quick else {})))
     rows = compare(steps, pairs, device, {DENSE: ("split", "summed")})
     steps = engine_steps(dense_case(ENGINE_HEADS, device, **middle))
