@@ -19,6 +19,7 @@ from mtaccum.errors import (
     InplaceError,
     LabelError,
     MtaccumError,
+    NonfiniteError,
     OptimizerError,
     TaskError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "MtaccumError",
     "MultiTaskModel",
     "Neck",
+    "NonfiniteError",
     "OptimizerError",
     "Regression",
     "Segmentation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MtaccumError(ValueError):
@@ -38,6 +38,10 @@ class InplaceError(TaskError):
     """A head or neck that writes into features which others read too."""
 
 
+class NonfiniteError(MtaccumError, FloatingPointError):
+    """A loss or gradient that is NaN or infinite; nothing was changed by its step."""
+
+
 class InexactWarning(UserWarning):
     """Training goes on, but its gradient is not the one of the joint loss over the whole batch."""
 
@@ -55,3 +59,9 @@ def unknown_name(kind: str, given: object, known: Iterable[object], hint: str = 
     guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
     listing = ", ".join(names) if names else "none"
     return f"unknown {kind} {given!r}.{guess} Known: {listing}." + (f" {hint}" if hint else "")
+
+
+def listed(names: Sequence[str], shown: int = 5) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -292,6 +292,7 @@ def joint_reference(model: MultiTaskModel, window: Sequence[Any]) -> Reference:
     model.zero_grad(set_to_none=True)
     tasks = model.tasks_by_name()
     counts = {name: [float(task.count(batch)) for batch in window] for name, task in tasks.items()}
+    _correct_momentum(model, counts)
     sums: dict[str, Tensor] = {}
     for index, batch in enumerate(window):
         features = {"inputs": model.inputs(batch)}
@@ -309,6 +310,17 @@ def joint_reference(model: MultiTaskModel, window: Sequence[Any]) -> Reference:
         {name: mean.detach() for name, mean in means.items()},
         dict(model.named_buffers()),
     )
+
+
+def _correct_momentum(model: MultiTaskModel, counts: Mapping[str, Sequence[float]]) -> None:
+    """Running statistics move per window as far as they do per batch without accumulation."""
+    for node in ("trunk", *model.necks, *model.tasks):
+        below = [n for name, n in counts.items() if node in model.paths[name] and model.task(name).weight > 0]
+        passes = sum(any(micro_batch) for micro_batch in zip(*below, strict=True))
+        if passes > 1 and (node != "trunk" or model.trunk is not None):
+            for layer in model.node(node).modules():
+                if isinstance(getattr(layer, "momentum", None), float):
+                    layer.momentum = 1 - (1 - layer.momentum) ** (1 / passes)
 
 
 def _ask(model: MultiTaskModel, name: str, features: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ stand two things: ``tasks=[...]`` and ``+tasks=[...]`` mean the same, and an err
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -49,6 +50,7 @@ def run_command(config_name: str, function: Callable[[RunConfig], int], argument
     codes: list[int] = []
 
     def job(values: DictConfig) -> None:
+        logging.getLogger("mtaccum").propagate = False  # the display says it; Hydra's log would say it again
         try:
             codes.append(function(RunConfig.read(_plain(values))))
         except _EXPLAINED as error:
@@ -56,6 +58,7 @@ def run_command(config_name: str, function: Callable[[RunConfig], int], argument
                 raise
             raise SystemExit(_report(error, arguments)) from error  # past Hydra, which would trace it
         finally:
+            logging.getLogger("mtaccum").propagate = True
             _remove_if_empty(Path(str(values.run_dir)))
 
     before, argv = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
@@ -178,7 +181,7 @@ def _no_task(known: Sequence[str]) -> str:
 def group_options(group: str, arguments: Sequence[str] = ()) -> list[str]:
     """Names of a config group's options, those in the user's ``--config-dir`` included."""
     folders = [config_dir(), *(folder for _, folder in _config_dirs(arguments))]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("[!_]*.yaml")})
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> str:

@@ -89,6 +89,7 @@ class Run:
             "steps": outcome.steps,
             "micro_batches": outcome.micro_batches,
             "samples": outcome.samples,
+            "skipped_steps": self.trainer.engine.skips.total,
             "peak_bytes": None if peak is None else peak.peak_bytes,
             "peak_method": None if peak is None else peak.method,
             "tasks": outcome.evaluation,
@@ -136,13 +137,7 @@ def prepare(config: RunConfig) -> Run:
     scheduler = make_lr_scheduler(
         optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction or 0.0
     )
-    engine = Engine(
-        model,
-        optimizer,
-        schedule=config.engine.schedule,
-        max_grad_norm=config.engine.max_grad_norm,
-        lr_scheduler=scheduler,
-    )
+    engine = Engine(model, optimizer, lr_scheduler=scheduler, **config.engine.model_dump())
     function = None if config.data.collate_fn is None else collate_function(config.data.collate_fn)
     # a generator of their own: they draw a seed in each epoch, which must not move the model's dropout
     generator = torch.Generator().manual_seed(config.seed)

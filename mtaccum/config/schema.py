@@ -34,10 +34,16 @@ class DataConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """Schedule, and clipping."""
+    """How a window becomes a step."""
 
     schedule: Literal["summed", "sequential", "split"]
     max_grad_norm: float | None = Field(gt=0, allow_inf_nan=False)
+    precision: Literal["fp32", "bf16", "fp16"]
+    on_nonfinite: Literal["raise", "skip"]
+    max_skipped: int = Field(ge=1)
+    batchnorm: Literal["keep", "freeze", "sync"]
+    recompute: list[str]
+    compile: bool | dict[str, Any]
 
 
 class OptimizerConfig(BaseModel):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtaccum.engine.replay import frozen
+from mtaccum.engine.replay import frozen, learns_nothing
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window import WindowPlan
@@ -25,6 +25,7 @@ def bind(
     micro_batch: int,
     active: Sequence[str],
     log: LossLog,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[list[Node], Any]:
     """The nodes that lead to the active tasks, and the inputs that the roots get.
 
@@ -33,8 +34,9 @@ def bind(
         micro_batch: its index in the window of ``plan``.
         active: the tasks that have labels in it; the others are not run.
         log: is told each task's loss.
+        autocast: entered around each node's forward.
     """
-    binding = _Binding(model, batch, plan, micro_batch, log)
+    binding = _Binding(model, batch, plan, micro_batch, log, autocast)
     return list(binding.nodes(model.tree(active))), model.inputs(batch)
 
 
@@ -47,6 +49,7 @@ class _Binding:
     plan: WindowPlan
     micro_batch: int
     log: LossLog
+    autocast: Callable[[], AbstractContextManager[Any]]
 
     def nodes(self, tree: Tree) -> tuple[Node, ...]:
         return tuple(
@@ -57,10 +60,21 @@ class _Binding:
     def inner(self, name: str, below: Tree) -> Node:
         return Node(
             name,
-            run=lambda features: self.model.run(name, features, self.batch),
+            run=lambda features: self.features(name, features),
             children=self.nodes(below),
             module=self.model.node(name),
         )
+
+    def features(self, name: str, above: Features) -> Any:
+        """What a trunk or neck hands on. One that doesn't learn keeps its buffers, ``.train()`` or not."""
+        module = self.model.node(name)
+        with self.autocast(), self.kept(module):
+            return self.model.run(name, above, self.batch)
+
+    def kept(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around a forward whose module must stay as it is."""
+        mode = module.mode if isinstance(module, Task) else "train"
+        return frozen(module) if mode == "frozen" or learns_nothing(module) else nullcontext()
 
     def leaf(self, name: str) -> Node:
         task = self.model.task(name)
@@ -75,7 +89,7 @@ class _Binding:
         """The task's mean loss on this micro-batch, with its graph."""
         if task.mode == "detached":
             features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
-        with frozen(task) if task.mode == "frozen" else nullcontext():
+        with self.autocast(), self.kept(task):
             prediction = self.model.run(name, features, self.batch)
             with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
                 loss = task.loss(prediction, self.batch)

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mtaccum.errors import BatchError, ConfigError, OptimizerError
+from mtaccum.errors import BatchError, ConfigError, OptimizerError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+
+
+def check_choice(what: str, given: Any, known: Collection[str]) -> None:
+    """Refuse a name that isn't one of the known ones."""
+    if given not in known:
+        raise ConfigError(unknown_name(what, given, known))
+
+
+def check_positive(what: str, value: Any, *, whole: bool = False) -> None:
+    """Refuse what is neither None nor a finite number above 0."""
+    if value is None and not whole:
+        return
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        kind = "whole number of at least 1" if whole else "finite number above 0"
+        raise ConfigError(f"{what} must be a {kind}, got {value!r}.")
+
+
+def check_nothing_for_step(**given: Any) -> None:
+    """Refuse arguments that only ``step`` heeds, where there is no optimizer to step."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} belongs to step(), but this engine has no optimizer.")
 
 
 def check_model(model: Any) -> None:
@@ -51,10 +76,9 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
         if parameter.requires_grad and not name.startswith(idle)
     }
     if missing := [name for key, name in learning.items() if key not in held]:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise OptimizerError(
             f"the optimizer doesn't hold {len(missing)} trainable parameters: "
-            f"{', '.join(missing[:5])}{more}. Build it from model.parameters(), or set "
+            f"{listed(missing)}. Build it from model.parameters(), or set "
             f"requires_grad_(False) on what shall not be trained."
         )
 
@@ -67,6 +91,16 @@ def check_hooks(model: MultiTaskModel) -> None:
                 f"{name} has a post-accumulate-grad hook (an optimizer step in the backward, say). It would "
                 f"run for each task and micro-batch. Use on_gradients, or step the optimizer as usual."
             )
+
+
+def check_half(model: MultiTaskModel, scaler: Any) -> None:
+    """Refuse to scale the losses of parameters that PyTorch can't unscale."""
+    half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if scaler is not None and half:
+        raise ConfigError(
+            f"{listed(half)}: parameters in float16 can't be trained with a scaler. Keep them in float32 "
+            f"(model.float()); precision='fp16' casts where that is safe."
+        )
 
 
 def check_window(model: MultiTaskModel, window: Sequence[Any]) -> None:

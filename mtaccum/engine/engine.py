@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +15,36 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mtaccum.batch import to_device
 from mtaccum.engine.bind import bind
-from mtaccum.engine.checks import check_hooks, check_model, check_optimizer, check_window
+from mtaccum.engine.checks import (
+    check_choice,
+    check_half,
+    check_hooks,
+    check_model,
+    check_nothing_for_step,
+    check_optimizer,
+    check_positive,
+    check_window,
+)
+from mtaccum.engine.compiled import Compiled, units
+from mtaccum.engine.finite import (
+    BAD_HOOK,
+    REACTIONS,
+    Search,
+    SearchingLog,
+    Skips,
+    all_finite,
+    describe_gradients,
+)
+from mtaccum.engine.gradients import clip, drop_gradients, gradient_norm, gradients_set_aside
+from mtaccum.engine.inexact import Inexactness
+from mtaccum.engine.norms import normalising, prepare_norms
+from mtaccum.engine.precision import Precision
+from mtaccum.engine.recompute import Recompute
+from mtaccum.engine.replay import StateBefore
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.window import WindowPlan
-from mtaccum.errors import ConfigError, InexactWarning, OptimizerError, unknown_name
+from mtaccum.errors import ConfigError, OptimizerError
 from mtaccum.model.tree import ROOT, MultiTaskModel
 
 
@@ -36,11 +60,27 @@ class Engine:
         schedule: ``split``, ``sequential`` or ``summed``.
         max_grad_norm: clip the gradient of all tasks together to this norm, once per step; None: don't.
         lr_scheduler: ticks once per optimizer step.
-        precision: ``fp32``, the parameters' own precision.
-        scaler: must be None.
-        on_gradients: called with the model between the last backward and clipping.
+        precision: ``fp32``, the parameters' own precision; ``bf16`` or ``fp16``: autocast to it.
+        scaler: a ``torch.amp.GradScaler``; None: with ``fp16`` and an optimizer a new one, otherwise none.
+        on_gradients: called with the model between the last backward and clipping; unscaled gradients.
         backward: called once with each head's scaled loss instead of ``loss.backward()`` (``summed``: once
             with their sum).
+        on_nonfinite: when a loss or gradient of a step is NaN or infinite: ``raise`` an error that names
+            task and place, or ``skip`` the whole step and log it. Gradients that overflow for a scaler's
+            factor alone are always skipped. Either way nothing was changed by the step.
+        max_skipped: so many steps skipped in a row are an error.
+        batchnorm: ``keep``: layers normalise by the micro-batch, and the momentum of running statistics is
+            corrected for the number of passes; ``freeze``: they normalise by their running statistics;
+            ``sync``: they become ``torch.nn.SyncBatchNorm``.
+        recompute: modules that keep no graph and run once more for their backward: names of nodes and of
+            modules in them (``trunk.layer1``), patterns (``trunk.layer*``), runs of a Sequential's children
+            (``trunk.layer3[0:3]``).
+        compile: run each node (of one with recomputed parts: these) by ``torch.compile``; a dict is its
+            options.
+
+    Attributes:
+        steps: optimizer steps so far; may be set where a training goes on.
+        skips: counts the steps skipped since something was not finite: ``total`` and ``in_a_row``.
 
     Raises:
         ConfigError: an argument that isn't valid, or a model inside a foreign parallel wrapper.
@@ -56,43 +96,60 @@ class Engine:
         max_grad_norm: float | None = None,
         lr_scheduler: LRScheduler | None = None,
         precision: str = "fp32",
-        scaler: None = None,
+        scaler: Any = None,
         on_gradients: Callable[[MultiTaskModel], object] | None = None,
         backward: Backward = Tensor.backward,
+        on_nonfinite: str = "raise",
+        max_skipped: int = 20,
+        batchnorm: str = "keep",
+        recompute: Sequence[str] = (),
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         check_model(model)
         check_hooks(model)
-        if schedule not in SCHEDULES:
-            raise ConfigError(unknown_name("schedule", schedule, SCHEDULES))
-        if max_grad_norm is not None and not (0 < max_grad_norm < math.inf):
-            raise ConfigError(f"max_grad_norm must be a finite number above 0, got {max_grad_norm!r}.")
-        if precision != "fp32" or scaler is not None:
-            raise ConfigError(
-                f"only precision='fp32' without a scaler is supported so far, got precision={precision!r} "
-                f"and scaler={scaler!r}."
-            )
+        check_choice("schedule", schedule, SCHEDULES)
+        check_choice("on_nonfinite", on_nonfinite, REACTIONS)
+        check_positive("max_grad_norm", max_grad_norm)
+        check_positive("max_skipped", max_skipped, whole=True)
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             raise ConfigError("ReduceLROnPlateau needs a metric; step it yourself after an evaluation.")
         if optimizer is not None:
             check_optimizer(model, optimizer)
-        elif given := [
-            name
-            for name, value in (
-                ("max_grad_norm", max_grad_norm),
-                ("lr_scheduler", lr_scheduler),
-                ("on_gradients", on_gradients),
+            if precision == "fp16" and scaler is None:
+                scaler = torch.amp.GradScaler(model.device.type)
+        else:
+            check_nothing_for_step(
+                max_grad_norm=max_grad_norm,
+                lr_scheduler=lr_scheduler,
+                on_gradients=on_gradients,
+                on_nonfinite=None if on_nonfinite == "raise" else on_nonfinite,
             )
-            if value is not None
-        ]:
-            raise ConfigError(f"{given[0]} belongs to step(), but this engine has no optimizer.")
+            if precision == "fp16" and scaler is None and backward is Tensor.backward:
+                raise ConfigError(
+                    "precision='fp16' needs scaled losses, or small gradients become 0: pass the scaler that "
+                    "your loop steps with, or a backward= that scales."
+                )
+        self._precision = Precision(precision, scaler)
+        check_half(model, scaler)
+        prepare_norms(model, batchnorm)
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
         self.lr_scheduler = lr_scheduler
+        self.scaler = scaler
         self.on_gradients = on_gradients
         self.backward = backward
-        self._warned: set[str] = set()
+        self.batchnorm = batchnorm
+        self.steps = 0
+        self.skips = Skips(on_nonfinite, max_skipped)
+        self._recompute = Recompute(model, recompute)
+        options = dict(compile) if isinstance(compile, Mapping) else {}
+        self._compiled = Compiled([] if compile is False else units(model, self._recompute.parts), options)
+        self._inexactness = Inexactness(
+            model, freezes=batchnorm == "freeze", repeats=schedule == "sequential"
+        )
+        self._warned_of_dropped = False
         self._checked: tuple[tuple[str, bool], ...] = ()
 
     def step(self, window: Sequence[Any]) -> StepResult:
@@ -102,10 +159,11 @@ class Engine:
 
         Raises:
             LabelError: a label out of range, before any forward.
-            TaskError: a head or loss failed. Nothing was changed but buffers; no gradient is left.
+            TaskError: a head or loss failed. Nothing was changed; no gradient is left.
             InplaceError: a head writes into the features it was given.
             FeatureError: features of a type that can't be taken apart.
             BatchError: the window is no list of batches, or a batch lacks an entry.
+            NonfiniteError: a loss or gradient is NaN or infinite, or too many steps were skipped for that.
             OptimizerError: a trainable parameter that the optimizer doesn't hold.
         """
         if self.optimizer is None:
@@ -114,39 +172,46 @@ class Engine:
         # the optimizer may hold more than the model, such as learned weights of the losses
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         parameters = list(dict.fromkeys([*self.model.parameters(), *held]))
-        if dropped := _drop_gradients(parameters):
-            self._warn_once(
-                "dropped gradients",
-                f"step() dropped gradients that were there before it ({dropped} parameters). To add to "
-                f"gradients of your own use accumulate() and step the optimizer yourself.",
-                UserWarning,
-                stacklevel=3,
-            )
+        self._warn_of_dropped(drop_gradients(parameters))
+        before = StateBefore(self.model)
         try:
             result = self._accumulate(window)
             if not result.losses:
                 return result
+            self._precision.unscale(self.optimizer)
+            norm = gradient_norm(parameters)
+            if not all_finite([norm, *result.losses.values()]):
+                return self._skip(window, result, parameters, before)
             if self.on_gradients is not None:
                 self.on_gradients(self.model)
-            grad_norm = _clip(parameters, self.max_grad_norm)
-            self.optimizer.step()
+                norm = gradient_norm(parameters)
+                if not all_finite([norm]):
+                    return self._skip(window, result, parameters, before, BAD_HOOK)
+            if self.max_grad_norm is not None:
+                clip(parameters, self.max_grad_norm, norm)
+            self._precision.step(self.optimizer)
+            self._precision.update()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-            return replace(result, grad_norm=grad_norm, stepped=True)
+            self.steps, self.skips.in_a_row = self.steps + 1, 0
+            return replace(result, grad_norm=norm, stepped=True)
+        except BaseException:
+            before.restore()
+            raise
         finally:
-            _drop_gradients(parameters)
+            drop_gradients(parameters)
 
     def accumulate(self, window: Sequence[Any]) -> StepResult:
         """Add the window's gradient to ``.grad`` and don't step, for loops owned by others.
 
         It adds to what is there: two calls add two means, each over its own window. For one mean over
-        several batches give them as one window.
+        several batches give them as one window. With a scaler the gradients are scaled, and unscaling,
+        stepping and looking for values that aren't finite are left to the loop.
 
         Raises:
             LabelError, TaskError: as in ``step``; the gradients are then as they were before.
         """
-        parameters = list(self.model.parameters())
-        with _gradients_set_aside(parameters):
+        with gradients_set_aside(list(self.model.parameters())):
             return self._accumulate(window)
 
     def _accumulate(self, window: Sequence[Any]) -> StepResult:
@@ -155,16 +220,61 @@ class Engine:
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)
         plan = WindowPlan.of(self.model.tasks_by_name(), window)
-        self._warn_inexact(len(window))
+        self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan)
-        device = self.model.device
-        for index, batch in enumerate(window):
-            if active := plan.active(index):
-                # moved here and bound to no name: on the device is only the micro-batch that runs
-                roots, inputs = bind(self.model, to_device(batch, device), plan, index, active, log)
-                SCHEDULES[self.schedule](roots, {ROOT: inputs}, self.backward)
-                del roots, inputs
-        return log.result(micro_batches=len(window))
+        self._run(window, plan, log, self.schedule, self._precision.scaled(self.backward))
+        return log.result()
+
+    def _run(
+        self, window: Sequence[Any], plan: WindowPlan, log: LossLog, schedule: str, backward: Backward
+    ) -> None:
+        """All forwards and backwards of a window."""
+        model, device = self.model, self.model.device
+        passes = {node: plan.passes(model.tasks_below(node)) for node in model.own_modules()}
+        with (
+            normalising(model, self.batchnorm, passes),
+            self._compiled.running(),
+            self._recompute.running(passes),
+        ):
+            autocast = partial(self._precision.autocast, device)
+            for index, batch in enumerate(window):
+                if active := plan.active(index):
+                    # moved here and bound to no name: on the device is only the micro-batch that runs
+                    roots, inputs = bind(model, to_device(batch, device), plan, index, active, log, autocast)
+                    SCHEDULES[schedule](roots, {ROOT: inputs}, backward)
+                    del roots, inputs
+
+    def _skip(
+        self,
+        window: Sequence[Any],
+        result: StepResult,
+        parameters: Sequence[nn.Parameter],
+        before: StateBefore,
+        culprit: str | None = None,
+    ) -> StepResult:
+        """Undo a window in which something was not finite, and find out what."""
+        self.skips.add()
+        overflow = self._precision.scales and culprit is None and all_finite(list(result.losses.values()))
+        finding = culprit or describe_gradients(parameters)
+        drop_gradients(parameters)
+        if overflow and not self.skips.exhausted:
+            finding = f"the gradients overflowed at a loss scale of {self.scaler.get_scale():g}"
+        elif culprit is None:
+            finding = self._find_nonfinite(window, before) or finding
+        before.restore_buffers()
+        self._precision.update()
+        self.skips.report(self.steps + 1, finding, expected=overflow)
+        return replace(result, nonfinite=finding)
+
+    def _find_nonfinite(self, window: Sequence[Any], before: StateBefore) -> str | None:
+        """Run a window again, task by task, up to the first value that isn't finite."""
+        search = Search(self.model)
+        plan = WindowPlan.of(self.model.tasks_by_name(), window)
+        log = SearchingLog(plan, search, window)
+        with before.once_more(), search.watching():
+            backward = log.looking(self._precision.scaled(self.backward))
+            self._run(window, plan, log, "sequential", backward)
+        return search.finding
 
     def _check_optimizer_again(self) -> None:
         """Tasks may have been switched on since the last check."""
@@ -174,64 +284,11 @@ class Engine:
             check_optimizer(self.model, self.optimizer)
             self._checked = learning
 
-    def _warn_inexact(self, micro_batches: int) -> None:
-        tasks = self.model.tasks_by_name()
-        inexact = [name for name, task in tasks.items() if task.enabled and not task.additive]
-        if inexact and micro_batches > 1:
-            self._warn_once(
-                "inexact",
-                f"the loss of {', '.join(inexact)} is not a mean over labels (additive = False): with "
-                f"{micro_batches} micro-batches its gradient is not that of the whole batch. Use one "
-                f"micro-batch for exact gradients.",
-                InexactWarning,
-                stacklevel=5,
+    def _warn_of_dropped(self, dropped: int) -> None:
+        if dropped and not self._warned_of_dropped:
+            self._warned_of_dropped = True
+            warnings.warn(
+                f"step() dropped gradients that were there before it ({dropped} parameters). To add to "
+                f"gradients of your own use accumulate() and step the optimizer yourself.",
+                stacklevel=3,
             )
-
-    def _warn_once(self, kind: str, message: str, category: type[Warning], stacklevel: int) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, category, stacklevel=stacklevel)  # the line of who called the engine
-
-
-def _clip(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Norm of all gradients together; clips them to ``max_norm`` if it is given."""
-    learned = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([_values(p.grad) for p in learned if p.grad is not None])
-    if max_norm is not None:
-        nn.utils.clip_grads_with_norm_(learned, max_norm, norm)
-    return norm
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """A sparse gradient's values, which have its norm."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _drop_gradients(parameters: Sequence[nn.Parameter]) -> int:
-    """Set all gradients to None, and tell how many weren't."""
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in held:
-        parameter.grad = None
-    return len(held)
-
-
-@contextmanager
-def _gradients_set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gradients that are there already stay untouched until the new ones are complete."""
-    before = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    _drop_gradients(parameters)
-    try:
-        yield
-    except BaseException:
-        _drop_gradients(parameters)
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        raise
-    with torch.no_grad():
-        for parameter, gradient in before:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif parameter.grad.layout == gradient.layout:
-                parameter.grad = gradient.add_(parameter.grad)
-            else:  # one of them is sparse
-                parameter.grad = gradient + parameter.grad

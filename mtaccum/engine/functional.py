@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtaccum.engine.recompute import recomputed
 from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.schedules import Backward, Features, Node, split
 from mtaccum.errors import ConfigError, unknown_name
@@ -72,8 +73,9 @@ def split_backward(
     leaves = _leaves(losses, weights, backward, done, takes_features=True)
     if not leaves:  # all weights are 0
         return done
-    run: Callable[[Features], Any] = (lambda _: features()) if callable(features) else (lambda _: features)
-    split([Node(_TRUNK, run, leaves, recompute=recompute)], {}, backward)
+    trunk = recomputed(features, None, _TRUNK) if recompute else features
+    run: Callable[[Features], Any] = (lambda _: trunk()) if callable(trunk) else (lambda _: trunk)
+    split([Node(_TRUNK, run, leaves)], {}, backward)
     return done
 
 

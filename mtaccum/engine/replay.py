@@ -22,11 +22,13 @@ Copies = dict[int, tuple[Tensor, Tensor]]
 
 
 class Replay:
-    """Remembers the state before a first pass, and replays it for the repeats."""
+    """Remembers the state before a first pass, and replays it for the repeats: random numbers, buffers, and
+    which parameters were frozen."""
 
     def __init__(self) -> None:
         self._rng: _RandomState | None = None
         self._buffers: dict[int, tuple[nn.Module, Buffers]] = {}
+        self._frozen: list[nn.Parameter] = []
         self._copies: Copies = {}
         self._throwaway: list[tuple[nn.Module, Buffers]] = []
 
@@ -59,7 +61,7 @@ class Replay:
         self._throwaway = _copied(self._buffers.values())
         try:
             self._rng.restore()
-            with swapped_buffers(self._throwaway):
+            with swapped_buffers(self._throwaway), _without_gradient(self._frozen):
                 yield
         finally:
             now.restore()
@@ -73,6 +75,41 @@ class Replay:
         new = [part for part in module.modules() if id(part) not in self._buffers]
         for part, buffers in _copied([(part, part._buffers) for part in new], self._copies):
             self._buffers[id(part)] = (part, buffers)
+            self._frozen += [p for p in part._parameters.values() if p is not None and not p.requires_grad]
+
+
+class StateBefore:
+    """Buffers and random state as they were when it was made, so that a window can be undone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rng = _RandomState()
+        self._own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+        self._copies = _copied(self._own)
+
+    def restore(self) -> None:
+        """Undo what happened since."""
+        self.restore_buffers()
+        self._rng.restore()
+
+    def restore_buffers(self) -> None:
+        """Give all buffers the values that they had."""
+        with torch.no_grad():
+            for (module, own), (_, copies) in zip(self._own, self._copies, strict=True):
+                module._buffers.update(own)
+                for name, buffer in own.items():
+                    if buffer is not None:
+                        buffer.copy_(copies[name])  # type: ignore[arg-type]
+
+    @contextmanager
+    def once_more(self) -> Iterator[None]:
+        """Around a second run of what was run since: from the same state, and leaving none of its own."""
+        now = _RandomState()
+        self.restore()
+        try:
+            yield
+        finally:
+            self.restore_buffers()
+            now.restore()
 
 
 @contextmanager
@@ -94,12 +131,25 @@ def frozen(module: nn.Module) -> Iterator[None]:
     """Let a module pass gradients on without learning: no gradient for its parameters, and its buffers
     (running statistics) stay as they are. Only forwards run inside are concerned, so a parameter that
     another module shares still learns from that one."""
-    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    copies = _copied((part, part._buffers) for part in module.modules())
+    with _without_gradient(module.parameters()), swapped_buffers(copies):
+        yield
+
+
+def learns_nothing(module: nn.Module) -> bool:
+    """Whether a module has parameters and all of them are frozen."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return False
+    return next(module.parameters(), None) is not None
+
+
+@contextmanager
+def _without_gradient(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    learning = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         for parameter in learning:
             parameter.requires_grad_(False)
-        with swapped_buffers(_copied((part, part._buffers) for part in module.modules())):
-            yield
+        yield
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)

@@ -26,6 +26,7 @@ class StepResult:
         micro_batches: how many micro-batches the window had.
         grad_norm: norm of all gradients together before clipping (0-d); None without a step.
         stepped: whether the optimizer stepped. A window without any label is no step.
+        nonfinite: what was not finite, where the step was skipped for that.
     """
 
     losses: Mapping[str, Tensor]
@@ -35,6 +36,7 @@ class StepResult:
     micro_batches: int
     grad_norm: Tensor | None = None
     stepped: bool = False
+    nonfinite: str | None = None
 
 
 class LossLog:
@@ -61,7 +63,7 @@ class LossLog:
         self._dtypes[name] = value.dtype
         self._sums[name] = weighted if name not in self._sums else self._sums[name] + weighted
 
-    def result(self, micro_batches: int) -> StepResult:
+    def result(self) -> StepResult:
         """The means over the window."""
         totals = self._plan.totals
         means = {
@@ -73,7 +75,7 @@ class LossLog:
             parts={name: mean for name, mean in means.items() if name not in totals},
             counts=totals,
             skipped={name: "no labels" for name, total in totals.items() if total == 0},
-            micro_batches=micro_batches,
+            micro_batches=self._plan.micro_batches,
         )
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
-from mtaccum.engine.cut import Cut, send_back
+from mtaccum.engine.cut import Cut
 from mtaccum.engine.replay import Replay
-from mtaccum.errors import InplaceError, TaskError
+from mtaccum.errors import InplaceError, TaskError, first_line
 from mtaccum.structure import tensors_of
 
 Features = Mapping[str, Any]
@@ -34,7 +35,6 @@ class Node:
         children: the nodes that get its features.
         module: whose buffers a repeat must not move; None if unknown.
         learns: whether the gradient of this loss goes to the nodes above (leaves only).
-        recompute: run the forward without a graph, and once more for the backward (``split`` only).
     """
 
     name: str
@@ -42,7 +42,6 @@ class Node:
     children: tuple[Node, ...] = ()
     module: nn.Module | None = None
     learns: bool = True
-    recompute: bool = False
 
     @property
     def needs_graph(self) -> bool:
@@ -86,30 +85,16 @@ def sequential(roots: Sequence[Node], above: Features, backward: Backward) -> No
 def split(roots: Sequence[Node], above: Features, backward: Backward) -> None:
     """Run a node, cut its features, let each child finish, send the gradient back through the node.
 
-    Alive at the peak: the trunk and one head (with ``recompute``: one node).
+    Alive at the peak: the trunk and one head.
     """
     for node in roots:
         if node.children:
-            _split_at(node, above, backward)
+            cut = Cut(run_inner(node, above, graph=node.needs_graph))
+            split(node.children, {**above, node.name: cut.features}, backward)
+            with _explained_backward():
+                cut.send_back()
         else:
             run_backward(run_leaf(node, above), backward)
-
-
-def _split_at(node: Node, above: Features, backward: Backward) -> None:
-    again = node.recompute and node.needs_graph
-    replay = Replay()
-    with replay.first(node.module) if again else nullcontext():
-        features = run_inner(node, above, graph=node.needs_graph and not again)
-    cut = Cut(features, pending=again)
-    if again:
-        del features  # before the same ones are made again
-    split(node.children, {**above, node.name: cut.features}, backward)
-    gradients = cut.take_gradients()
-    if again:
-        with replay.repeat():
-            features = run_inner(node, above, graph=True)
-    with _explained_backward(), replay.in_backward():
-        send_back(features, gradients)
 
 
 SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
@@ -142,7 +127,10 @@ def _once(node: Node, replays: dict[str, Replay], repeated: list[Replay]) -> Abs
 def run_inner(node: Node, above: Features, *, graph: bool) -> Any:
     """Features of a node with children, with or without the graph that made them."""
     with torch.set_grad_enabled(graph):
-        return _run(node, above)
+        features = _run(node, above)
+    if not graph:
+        torch.clear_autocast_cache()  # inside a caller's autocast: weights that it cast without a graph
+    return features
 
 
 def run_leaf(node: Node, above: Features) -> Tensor:
@@ -166,6 +154,12 @@ def run_backward(loss: Tensor, backward: Backward, repeated: Sequence[Replay] = 
 def _explained_backward() -> Iterator[None]:
     try:
         yield
+    except CheckpointError as error:
+        raise TaskError(
+            f"a recomputed part did not do the same when it ran again: {first_line(error)} Its forward must "
+            f"depend on nothing but its inputs, parameters, buffers and random numbers of PyTorch, NumPy and "
+            f"Python. Recompute another part."
+        ) from error
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise TaskError(

@@ -83,6 +83,11 @@ class WindowPlan:
                 raise TaskError(f"task {name!r}: count() gave {bad[0]}; it must be finite and at least 0.")
         return cls(counts, {name: task.weight for name, task in enabled.items()})
 
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the window has; 0 if no task is enabled."""
+        return len(next(iter(self.counts.values()), ()))
+
     @cached_property
     def totals(self) -> dict[str, float]:
         """For each enabled task its count in the whole window; 0 if it is idle."""
@@ -91,6 +96,11 @@ class WindowPlan:
     def active(self, micro_batch: int) -> list[str]:
         """The tasks that have a label in this micro-batch."""
         return [name for name, counts in self.counts.items() if counts[micro_batch] > 0]
+
+    def passes(self, tasks: Iterable[str]) -> int:
+        """In how many micro-batches at least one of ``tasks`` has a label."""
+        counts = [self.counts[name] for name in tasks if name in self.counts]
+        return sum(1 for numbers in zip(*counts, strict=True) if any(n > 0 for n in numbers))
 
     def scale(self, task: str, micro_batch: int) -> float:
         """Factor of a task's mean loss over a micro-batch: weight * count / count in the window.

@@ -124,6 +124,12 @@ class MultiTaskModel(nn.Module):
             return self.trunk
         return self.necks[name] if name in self.necks else self.task(name)
 
+    def own_modules(self) -> dict[str, nn.Module]:
+        """The user's own module of each node: the trunk, what a neck wraps, a task's head."""
+        trunk = {} if self.trunk is None else {TRUNK: self.trunk}
+        necks = {name: cast(Neck, neck).module for name, neck in self.necks.items()}
+        return {**trunk, **necks, **{name: task.head for name, task in self.tasks_by_name().items()}}
+
     def inputs(self, batch: Any) -> Any:
         """What the trunk gets of a batch."""
         source = self._inputs_from
@@ -172,6 +178,10 @@ class MultiTaskModel(nn.Module):
             for name in self.paths[task]:
                 node = node.setdefault(name, {})
         return tree
+
+    def tasks_below(self, node: str) -> list[str]:
+        """Names of the tasks whose path leads through a node; the task itself, if it is one."""
+        return [name for name in self.tasks if node in self.paths[name]]
 
     def enabled_tasks(self) -> list[str]:
         """Names of the tasks that training runs."""

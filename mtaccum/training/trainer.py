@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from mtaccum.data import MicroBatchSampler, loaded
 from mtaccum.engine import Engine, StepResult, windows
-from mtaccum.errors import BatchError
+from mtaccum.errors import BatchError, NonfiniteError
 from mtaccum.memory import PeakReport, measure_peak
 from mtaccum.model import MultiTaskModel
 from mtaccum.structure import tensors_of
@@ -73,6 +73,7 @@ class Trainer:
 
         Raises:
             BatchError: a whole epoch without any label.
+            NonfiniteError: as ``Engine.step``; the state before that step is in the folder then.
             KeyboardInterrupt: interrupted in a step too long to wait for; the folder has the state that
                 was saved before.
         """
@@ -90,6 +91,10 @@ class Trainer:
                     if self._stepping:
                         raise  # between two states; the last one saved is whole
                     interrupt.requested = True
+                except NonfiniteError:
+                    self.batches_in_epoch -= 1  # the step left everything as it was before it
+                    self._save(LAST)
+                    raise
             self._save(LAST)
             if not interrupt.requested:
                 evaluation = evaluated_at.get(self.steps) or self._evaluate(display)
@@ -115,6 +120,8 @@ class Trainer:
         for window in self._windows():
             result = self._step(window)
             scalars = None
+            if result.nonfinite is not None:
+                display.say(f"skipped step {self.steps + 1}: {result.nonfinite}")
             if result.stepped:
                 if _due(self.steps, settings.log_every) or self.steps == settings.total_steps:
                     elapsed_s = max(time.monotonic() - since, 1e-9)
@@ -135,12 +142,12 @@ class Trainer:
         """Windows up to the last step, through as many epochs as that takes."""
         while self.steps < self.settings.total_steps:
             self.sampler.seek(self.epoch, self.batches_in_epoch)
-            whole_epoch, steps_before = self.batches_in_epoch == 0, self.steps
+            whole_epoch, before = self.batches_in_epoch == 0, (self.steps, self.engine.skips.total)
             for window in windows(loaded(self.loader), self.sampler.accumulate):
                 yield window
                 if self.steps == self.settings.total_steps:
                     return
-            if whole_epoch and self.steps == steps_before:
+            if whole_epoch and before == (self.steps, self.engine.skips.total):
                 raise BatchError(
                     f"epoch {self.epoch} had no label of any task: nothing can be learned from it."
                 )
@@ -180,7 +187,10 @@ class Trainer:
 
     def _scalars(self, result: StepResult, samples_per_s: float) -> dict[str, float]:
         assert result.grad_norm is not None
+        skips, scaler = self.engine.skips.total, self.engine.scaler
         return {
+            **({"skipped_steps": float(skips)} if skips else {}),
+            **({"loss_scale": scaler.get_scale()} if scaler is not None else {}),
             **{f"loss/{name}": loss.item() for name, loss in {**result.losses, **result.parts}.items()},
             **{f"count/{name}": count for name, count in result.counts.items()},
             "lr": self._lr,
@@ -239,6 +249,7 @@ class Trainer:
             "optimizer": optimizer.state_dict(),
             "optimizer_class": type(optimizer).__name__,
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
             "rng": torch.get_rng_state(),
             "progress": {name: getattr(self, name) for name in _PROGRESS},
         }
@@ -258,9 +269,12 @@ class Trainer:
         self.engine.optimizer.load_state_dict(state["optimizer"])
         if self.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if self.engine.scaler is not None and state["scaler"] is not None:
+            self.engine.scaler.load_state_dict(state["scaler"])
         torch.set_rng_state(state["rng"])
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
+        self.engine.steps = self.steps
 
 
 _PROGRESS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -267,7 +268,7 @@ def restless_step(
     seed_everything(4)
     random.seed(4)
     outputs: list[Tensor] = []
-    nets["trunk"].register_forward_hook(lambda _m, _i, output: outputs.append(output["map"].detach().clone()))
+    nets["trunk"].conv.register_forward_hook(lambda _m, _i, output: outputs.append(output.detach().clone()))
 
     def trunk() -> Any:
         return nets["trunk"](image.clone() if wrapped else image)
@@ -317,10 +318,16 @@ def test_recompute_works_where_the_inputs_need_no_gradient_b5() -> None:
 
 
 def test_recompute_keeps_no_graph_while_the_heads_run() -> None:
-    model, requires = net(), []
-    model.trunk.register_forward_hook(lambda _m, _i, output: requires.append(output.requires_grad))
-    split_backward(lambda: model.trunk(X), losses_of(model), recompute=True)
-    assert requires == [False, True]
+    model, saved = net(), []
+    inside: list[weakref.ref[Tensor]] = []
+    model.trunk[0].register_forward_hook(lambda _m, _i, output: inside.append(weakref.ref(output)))
+    losses = {
+        name: lambda f, loss=loss: saved.append([r() for r in inside]) or loss(f)
+        for name, loss in losses_of(model).items()
+    }
+    split_backward(lambda: model.trunk(X), losses, recompute=True)
+    assert len(inside) == 2, "it was to run again"
+    assert saved == [[None]] * len(losses), "something of the trunk was alive while a head ran"
 
 
 def test_recompute_does_not_repeat_a_trunk_run_by_parts() -> None:

@@ -33,8 +33,10 @@ class Watched(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.seen: list[weakref.ref[torch.Tensor]] = []
+        self.passes = 0
 
     def forward(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.passes += 1
         assert [ref() for ref in self.seen if ref() is not None] == [], "an earlier pass is still alive"
         output = self.linear(features).relu()
         self.seen.append(weakref.ref(output))
@@ -81,5 +83,5 @@ def test_split_backward_lets_go_of_the_features() -> None:
         recompute=True,
     )
 
-    assert len(trunk.seen) == 2
-    assert [reference() for reference in trunk.seen] == [None, None]
+    assert trunk.passes == 2
+    assert {reference() for reference in trunk.seen} == {None}

@@ -1,0 +1,176 @@
+"""Values that aren't finite: one flag per step, and a search for the place when it falls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtaccum.engine.result import LossLog
+from mtaccum.engine.schedules import Backward
+from mtaccum.engine.window import WindowPlan
+from mtaccum.errors import NonfiniteError
+from mtaccum.model.tree import MultiTaskModel
+from mtaccum.structure import describe, tensors_of
+from mtaccum.tasks.base import Loss
+
+_LOG = logging.getLogger("mtaccum")
+REACTIONS = ("raise", "skip")
+BAD_HOOK = "on_gradients left gradients that are not finite"
+
+
+def all_finite(values: Sequence[Tensor]) -> bool:
+    """Whether all 0-d tensors are finite; the only place in a step that waits for the device."""
+    device = values[0].device
+    return bool(torch.stack([value.to(device, torch.float32) for value in values]).isfinite().all())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds no NaN and nothing infinite; whole numbers always are."""
+    values = tensor.detach()
+    values = values.coalesce().values() if values.is_sparse else values
+    return not (values.is_floating_point() or values.is_complex()) or bool(values.isfinite().all())
+
+
+class Skips:
+    """Counts the steps that were skipped since something in them was not finite.
+
+    Args:
+        reaction: ``raise`` or ``skip``.
+        limit: so many in a row are an error whatever the reaction.
+    """
+
+    def __init__(self, reaction: str, limit: int) -> None:
+        self.reaction, self.limit = reaction, limit
+        self.total = self.in_a_row = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the limit is reached."""
+        return self.in_a_row >= self.limit
+
+    def report(self, step: int, finding: str, *, expected: bool) -> None:
+        """Log a skipped step, or raise.
+
+        Args:
+            expected: it belongs to how a scaler finds its factor.
+
+        Raises:
+            NonfiniteError: the reaction is ``raise``, or the limit is reached.
+        """
+        if self.exhausted:
+            raise NonfiniteError(
+                f"step {step}: {finding}. This is the {self.in_a_row}. skipped step in a row."
+            )
+        if self.reaction == "raise" and not expected:
+            raise NonfiniteError(
+                f"step {step}: {finding}. Nothing was changed; on_nonfinite='skip' leaves such steps out."
+            )
+        _LOG.log(logging.INFO if expected else logging.WARNING, "skipped step %d: %s", step, finding)
+
+
+@dataclass
+class Search:
+    """Looks on while a window runs again, and notes the first value that isn't finite.
+
+    Attributes:
+        finding: what it is and where, in a sentence; None: nothing found.
+    """
+
+    model: MultiTaskModel
+    finding: str | None = None
+    _outputs: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note which nodes hand on values that aren't finite."""
+        if bad := [name for name, p in self.model.named_parameters() if not is_finite(p)]:
+            self.finding = f"the parameter {bad[0]} holds NaN or inf itself, before the step"
+        hooks = [
+            self.model.node(name).register_forward_hook(self._looking_at(name))
+            for name in self.model.own_modules()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _args: Any, output: Any) -> None:
+            if bad := [t for t in tensors_of(output, strict=False) if not is_finite(t)]:
+                what = "prediction" if name in self.model.tasks else "features"
+                self._outputs.append(f"the {what} of {name!r} ({describe(bad[0])}) hold NaN or inf already")
+
+        return look
+
+    def loss(self, task: str, micro_batch: int, of: int, batch: Any, value: Tensor) -> None:
+        """Look at a task's loss; with what made it, if that wasn't finite."""
+        first, self._outputs = self._outputs[:1], []
+        if self.finding is None and not is_finite(value):
+            inputs = tensors_of(self.model.inputs(batch), strict=False)
+            hint = (
+                "the inputs in the batch hold NaN or inf"
+                if not all(map(is_finite, inputs))
+                else first[0]
+                if first
+                else "the prediction is finite: look for log, sqrt or a division in the loss, and for "
+                "labels that are NaN"
+            )
+            self.finding = (
+                f"the loss of task {task!r} is {value.item()} in micro-batch {micro_batch} of {of}: {hint}"
+            )
+
+    def gradients(self, task: str, micro_batch: int, of: int) -> None:
+        """Look at the gradients after a task's backward."""
+        self._outputs = []
+        if self.finding is None:
+            bad = [
+                n for n, p in self.model.named_parameters() if p.grad is not None and not is_finite(p.grad)
+            ]
+            if bad:
+                at = min(bad, key=lambda name: not name.startswith(f"tasks.{task}."))
+                self.finding = (
+                    f"the gradient of task {task!r} is not finite in micro-batch {micro_batch} of {of}, but "
+                    f"its loss is (seen at {at}): look for sqrt, norm or log at 0, and for values that are "
+                    f"masked after the arithmetic instead of before (torch.where on the inputs)"
+                )
+
+
+class SearchingLog(LossLog):
+    """Tells a search of each loss, and of each backward which task's it was."""
+
+    def __init__(self, plan: WindowPlan, search: Search, window: Sequence[Any]) -> None:
+        super().__init__(plan)
+        self._search, self._window = search, window
+        self._task, self._micro_batch = "", 0
+
+    def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor) -> None:
+        super().add(task, micro_batch, loss, total)
+        self._task, self._micro_batch = task, micro_batch
+        self._search.loss(task, micro_batch, len(self._window), self._window[micro_batch], total)
+
+    def looking(self, backward: Backward) -> Backward:
+        """``backward``, and then a look at the gradients."""
+
+        def run(loss: Tensor) -> None:
+            backward(loss)
+            self._search.gradients(self._task, self._micro_batch, len(self._window))
+
+        return run
+
+
+def describe_gradients(parameters: Sequence[nn.Parameter]) -> str:
+    """What is wrong with the gradients of a step, before they are dropped."""
+    if all(is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None):
+        return "the norm of the gradients is beyond the largest float32, while each of them is finite"
+    return "a loss or gradient is not finite, but was when the window ran again"

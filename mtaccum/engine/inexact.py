@@ -1,0 +1,95 @@
+"""What makes a window's gradient differ from that of the whole batch, said once, before it is trained on."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from mtaccum.engine.norms import batch_normalised
+from mtaccum.engine.replay import learns_nothing
+from mtaccum.engine.window import WindowPlan
+from mtaccum.errors import InexactWarning, listed
+from mtaccum.model.tree import MultiTaskModel
+
+
+class Inexactness:
+    """Looks at each window, and warns of each kind of inexactness once.
+
+    Args:
+        freezes: whether BatchNorm layers are frozen while windows run.
+        repeats: whether a shared node's backward runs once per task.
+    """
+
+    def __init__(self, model: MultiTaskModel, *, freezes: bool, repeats: bool) -> None:
+        self._model = model
+        self._checks = {
+            "additive": self._not_additive,
+            "half": self._adds_in_half if repeats else self._accumulates_in_half,
+        }
+        if not freezes:
+            self._checks |= {"batchnorm": self._normalised_by_part, "frozen": self._frozen_but_normalising}
+
+    def warn(self, plan: WindowPlan, stacklevel: int) -> None:
+        """Warn of what is new in a window; ``stacklevel`` as for ``warnings.warn``."""
+        for kind, check in list(self._checks.items()):
+            if message := check(plan):
+                del self._checks[kind]
+                category = UserWarning if kind == "frozen" else InexactWarning
+                warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+    def _not_additive(self, plan: WindowPlan) -> str | None:
+        names = [name for name in plan.counts if not self._model.task(name).additive]
+        if not names or plan.micro_batches <= 1:
+            return None
+        return (
+            f"the loss of {', '.join(names)} is not a mean over labels (additive = False): with "
+            f"{plan.micro_batches} micro-batches its gradient is not that of the whole batch. Use one "
+            f"micro-batch for exact gradients."
+        )
+
+    def _normalised_by_part(self, plan: WindowPlan) -> str | None:
+        names = self._batch_normalised(plan) if plan.micro_batches > 1 else []
+        if not names:
+            return None
+        return (
+            f"BatchNorm normalises by what it sees, one of {plan.micro_batches} micro-batches, not by the "
+            f"whole batch: {listed(names)}. Choose batchnorm='freeze' (normalise by the running statistics), "
+            f"layers that don't couple samples (GroupNorm, LayerNorm), or larger micro-batches; or keep it: "
+            f"the gradients are exact for this normalisation."
+        )
+
+    def _frozen_but_normalising(self, plan: WindowPlan) -> str | None:
+        frozen = [n for n, module in self._model.own_modules().items() if learns_nothing(module)]
+        names = [name for name in self._batch_normalised(plan) if name.startswith(tuple(frozen))]
+        if not frozen or not names:
+            return None
+        return (
+            f"{listed(frozen)} is frozen, so its running statistics stay, but its BatchNorm layers are in "
+            f"training mode and normalise by the micro-batch: {listed(names)}. For what evaluation sees call "
+            f".eval() on it, or choose batchnorm='freeze'."
+        )
+
+    def _batch_normalised(self, plan: WindowPlan) -> list[str]:
+        return [
+            layer
+            for name, module in self._model.own_modules().items()
+            if plan.passes(self._model.tasks_below(name))
+            for layer in batch_normalised(module, prefix=name)
+        ]
+
+    def _adds_in_half(self, plan: WindowPlan) -> str | None:
+        return self._accumulates_in_half(plan, several=len([t for t in plan.totals.values() if t]) > 1)
+
+    def _accumulates_in_half(self, plan: WindowPlan, several: bool = False) -> str | None:
+        if plan.micro_batches <= 1 and not several:
+            return None
+        named = self._model.named_parameters()
+        half = [n for n, p in named if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+        if not half:
+            return None
+        return (
+            f"gradients of parameters in 16 bits are added up in 16 bits, which loses small ones: "
+            f"{listed(half)}. Keep the parameters in float32 and choose precision='bf16', which casts where "
+            f"that is safe."
+        )

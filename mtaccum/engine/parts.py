@@ -1,0 +1,140 @@
+"""Parts: which modules of a model a name or pattern stands for."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.model.tree import MultiTaskModel
+
+_SLICE = re.compile(r"(.+)\[(-?\d+)?(:)?(-?\d+)?\]")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module to recompute, or a run of a Sequential's children.
+
+    Attributes:
+        name: as it stands in the model: ``trunk.layer1``, ``trunk.layer3[0:3]``.
+        node: the node that it belongs to.
+        children: first and behind the last of the run; None: the whole module.
+    """
+
+    name: str
+    node: str
+    module: nn.Module
+    children: tuple[int, int] | None = None
+
+
+def find_parts(model: MultiTaskModel, patterns: Sequence[str]) -> list[Part]:
+    """The parts that names and patterns stand for.
+
+    A name is that of a node (``trunk``, a neck or a task, whose head it then is) or of a module in it
+    (``trunk.layer1``, ``seg.0``); ``*`` and ``?`` stand for letters of one name between dots;
+    ``trunk.layer3[0:3]`` is a run of a Sequential's children.
+
+    Raises:
+        ConfigError: nothing has that name, or it can't be run by itself.
+    """
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"recompute must be a list of names of modules, got {patterns!r}.")
+    modules = _modules(model)
+    parts: dict[tuple[int, tuple[int, int] | None], Part] = {}
+    for pattern in patterns:
+        name, children = _sliced(pattern)
+        found = {n: entry for n, entry in modules.items() if _matches(n, name)}
+        if len(found) > 1:  # a pattern: leave out the lists of modules that it meets
+            found = {n: entry for n, entry in found.items() if _has_forward(entry[1])} or found
+        if not found:
+            raise ConfigError(_unknown(pattern, name, modules))
+        for match, (node, module) in found.items():
+            part = _part(match, node, module, children)
+            parts.setdefault((id(part.module), part.children), part)
+    _refuse_overlaps(list(parts.values()))
+    return list(parts.values())
+
+
+def _modules(model: MultiTaskModel) -> dict[str, tuple[str, nn.Module]]:
+    """All modules and their nodes, by their names in the nodes and by their full names in the model."""
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for node, module in model.own_modules().items():
+        full = f"tasks.{node}.head" if node in model.tasks else f"necks.{node}.module"
+        for name, part in module.named_modules(remove_duplicate=False):
+            for prefix in (node, full):
+                found[f"{prefix}.{name}" if name else prefix] = node, part
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _sliced(pattern: str) -> tuple[str, tuple[int | None, int | None] | None]:
+    """``a.b[0:3]`` as ``a.b`` and (0, 3)."""
+    match = _SLICE.fullmatch(pattern)
+    if match is None:
+        return pattern, None
+    name, start, colon, stop = match.groups()
+    if not colon:
+        if start is None:
+            raise ConfigError(
+                f"recompute: {pattern!r} has empty brackets; write a run as in 'trunk.layer3[0:3]'."
+            )
+        return name, (int(start), None if int(start) == -1 else int(start) + 1)
+    return name, (None if start is None else int(start), None if stop is None else int(stop))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
+
+
+def _part(name: str, node: str, module: nn.Module, children: tuple[int | None, int | None] | None) -> Part:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(f"recompute: {name!r} is a ScriptModule, whose forward can't be replaced.")
+    if children is None:
+        if not _has_forward(module):
+            raise ConfigError(
+                f"recompute: {name!r} is a {type(module).__name__}, which has no forward of its own. Name "
+                f"its parts: '{name}.*'."
+            )
+        return Part(name, node, module)
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        raise ConfigError(
+            f"recompute: {name!r} is a {type(module).__name__}; only the children of a torch.nn.Sequential "
+            f"run one after the other. Name a child: '{name}.NAME'."
+        )
+    start, stop, _ = slice(*children).indices(len(module))
+    beyond = [n for n in children if n is not None and not -len(module) <= n <= len(module)]
+    if start >= stop or beyond:
+        raise ConfigError(
+            f"recompute: {name!r} has {len(module)} children, numbered from 0; "
+            f"[{'' if children[0] is None else children[0]}:{'' if children[1] is None else children[1]}] "
+            f"is no run of them."
+        )
+    return Part(f"{name}[{start}:{stop}]", node, module, (start, stop))
+
+
+def _refuse_overlaps(parts: Sequence[Part]) -> None:
+    ends: dict[int, Part] = {}
+    for part in sorted((p for p in parts if p.children), key=lambda p: (id(p.module), p.children)):
+        before = ends.get(id(part.module))
+        if before and before.children and part.children and part.children[0] < before.children[1]:
+            raise ConfigError(f"recompute: {before.name!r} and {part.name!r} overlap.")
+        ends[id(part.module)] = part
+
+
+def _unknown(pattern: str, name: str, modules: Collection[str]) -> str:
+    """What there is below the part of the name that exists."""
+    above = name
+    while above and above not in modules:
+        above = above.rpartition(".")[0]
+    depth = above.count(".") + 1 if above else 0
+    below = [n for n in modules if n.count(".") == depth and n.startswith(f"{above}." if above else "")]
+    return unknown_name("module in recompute:", pattern, below)

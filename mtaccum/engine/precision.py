@@ -1,0 +1,78 @@
+"""Precision: in which type the forwards run, and how losses are scaled for it.
+
+Micikevicius et al., Mixed Precision Training, 2018, by PyTorch's autocast and GradScaler.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mtaccum.engine.schedules import Backward
+from mtaccum.errors import ConfigError, unknown_name
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SCALER = ("scale", "unscale_", "step", "update", "get_scale")
+
+
+class Precision:
+    """How an engine's forwards are cast, and its losses scaled.
+
+    Args:
+        name: ``fp32``: the parameters' own type; ``bf16``, ``fp16``: autocast to it.
+        scaler: a ``torch.amp.GradScaler`` or None.
+
+    Raises:
+        ConfigError: an unknown name, or a scaler that isn't one.
+    """
+
+    def __init__(self, name: str, scaler: Any) -> None:
+        if name not in PRECISIONS:
+            raise ConfigError(unknown_name("precision", name, PRECISIONS))
+        if scaler is not None and not all(callable(getattr(scaler, method, None)) for method in _SCALER):
+            raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+        self.name = name
+        self.scaler = scaler
+        self._dtype = PRECISIONS[name]
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are multiplied by a factor, so that gradients may overflow for it."""
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Around the forward of one node. Not around several: autocast keeps the weights that it has cast
+        until it is left, and those cast in a forward without a graph lead nowhere."""
+        return nullcontext() if self._dtype is None else torch.autocast(device.type, self._dtype)
+
+    def scaled(self, backward: Backward) -> Backward:
+        """``backward`` with the loss scaled first."""
+        if not self.scales:
+            return backward
+        scaler = self.scaler
+
+        def scale_and_run(loss: Tensor) -> None:
+            backward(scaler.scale(loss))
+
+        return scale_and_run
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Gradients as they would be without scaling; once per step."""
+        if self.scales:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The optimizer's step, once the gradients are unscaled and known to be finite."""
+        if self.scales:
+            self.scaler.step(optimizer)
+        else:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Once per step, skipped ones included: the factor for the next one."""
+        if self.scales:
+            self.scaler.update()
