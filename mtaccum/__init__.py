@@ -29,6 +29,7 @@ from mtaccum.tasks import Classification, Regression, Segmentation, Task, regist
 
 if TYPE_CHECKING:
     from mtaccum.config import load
+    from mtaccum.exactness import check_exactness
     from mtaccum.training import evaluate
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "TaskError",
     "WindowPlan",
     "__version__",
+    "check_exactness",
     "evaluate",
     "load",
     "register_split",
@@ -67,7 +69,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the one needs hydra, the other rich, and a loop of your own needs neither.
+    # On first use: loading needs hydra, evaluation rich, and a loop of your own none of these.
+    if name == "check_exactness":
+        from mtaccum.exactness import check_exactness
+
+        return check_exactness
     if name == "load":
         from mtaccum.config import load
 

@@ -145,13 +145,23 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     Raises:
         BatchError: more parts than samples, or an entry that has another number of samples.
     """
+    return _in_parts(batch, split_sizes(batch_size_of(batch), parts))
+
+
+def take_samples(batch: Any, samples: int) -> Any:
+    """The first ``samples`` of a batch (at least 1, at most all of it), cut as by ``split_batch``."""
+    rest = batch_size_of(batch) - samples
+    return batch if rest == 0 else _in_parts(batch, [samples, rest])[0]
+
+
+def _in_parts(batch: Any, sizes: list[int]) -> list[Any]:
     for cls in type(batch).__mro__:
         if cls in _splits:
-            return _splits[cls](batch, split_sizes(batch_size_of(batch), parts))
-    samples = batch_size_of(batch)
+            return _splits[cls](batch, sizes)
+    samples = sum(sizes)
     slices: list[slice] = []
     start = 0
-    for size in split_sizes(samples, parts):
+    for size in sizes:
         slices.append(slice(start, start + size))
         start += size
     if _is_field_list(batch):

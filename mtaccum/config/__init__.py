@@ -10,6 +10,7 @@ from mtaccum.config.command import (
 from mtaccum.config.load import load
 from mtaccum.config.run import Run, prepare
 from mtaccum.config.schema import RunConfig
+from mtaccum.config.verify import verify_exactness
 
 __all__ = [
     "INTERRUPTED",
@@ -21,4 +22,5 @@ __all__ = [
     "prepare",
     "resume_command",
     "run_command",
+    "verify_exactness",
 ]

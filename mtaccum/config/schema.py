@@ -106,6 +106,13 @@ class TrainerConfig(_Section):
         return self
 
 
+class VerifyConfig(_Section):
+    """What a check of exactness runs on."""
+
+    samples: int = Field(ge=1)
+    device: str
+
+
 class RunConfig(_Section):
     """A whole training. Its defaults stand in ``conf/`` and nowhere else."""
 
@@ -118,6 +125,7 @@ class RunConfig(_Section):
     lr_schedule: LrScheduleConfig
     trainer: TrainerConfig
     loggers: list[dict[str, Any]]
+    verify: VerifyConfig
     batch_size: int = Field(ge=1)
     accumulate: int | None = Field(ge=1)
     micro_batch_size: int | None = Field(ge=1)

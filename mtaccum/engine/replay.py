@@ -26,7 +26,7 @@ class Replay:
     which parameters were frozen."""
 
     def __init__(self) -> None:
-        self._rng: _RandomState | None = None
+        self._rng: RandomState | None = None
         self._buffers: dict[int, tuple[nn.Module, Buffers]] = {}
         self._frozen: list[nn.Parameter] = []
         self._copies: Copies = {}
@@ -40,7 +40,7 @@ class Replay:
             module: what the pass runs. None where that isn't known, as in a user's function: then each
                 module is remembered when it is called, by a hook on all modules.
         """
-        self._rng = _RandomState()
+        self._rng = RandomState()
         if module is not None:
             self._remember(module)
             yield
@@ -57,7 +57,7 @@ class Replay:
     def repeat(self) -> Iterator[None]:
         """Around the forward of each repeat. Afterwards random state and buffers are as they were before."""
         assert self._rng is not None, "repeat before first"
-        now = _RandomState()
+        now = RandomState()
         self._throwaway = _copied(self._buffers.values())
         try:
             self._rng.restore()
@@ -82,7 +82,7 @@ class StateBefore:
     """Buffers and random state as they were when it was made, so that a window can be undone."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._rng = _RandomState()
+        self._rng = RandomState()
         self._own = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
         self._copies = _copied(self._own)
 
@@ -103,7 +103,7 @@ class StateBefore:
     @contextmanager
     def once_more(self) -> Iterator[None]:
         """Around a second run of what was run since: from the same state, and leaving none of its own."""
-        now = _RandomState()
+        now = RandomState()
         self.restore()
         try:
             yield
@@ -171,7 +171,7 @@ def _copied(
     return result
 
 
-class _RandomState:
+class RandomState:
     """The state of all generators that a forward may draw from, taken when constructed."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mtaccum"
 
 # From the bottom up: each part may import itself and those before it. The commands come last; the face,
 # mtaccum/__init__.py, may import them all, and nobody inside imports the face.
-COMMANDS = ("train",)
+COMMANDS = ("train", "verify")
 PARTS = (
     "errors",
     "structure",
@@ -26,6 +26,7 @@ PARTS = (
     "data",
     "memory",
     "engine",
+    "exactness",
     "training",
     "config",
     *COMMANDS,

@@ -1,0 +1,126 @@
+"""check_exactness: a schedule against the joint backward, on the user's model and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mtaccum.batch import batch_size_of, take_samples
+from mtaccum.engine.checks import check_model, check_optimizer, check_window
+from mtaccum.engine.replay import RandomState
+from mtaccum.errors import BatchError, ConfigError, OptimizerError
+from mtaccum.exactness.counts import check_counts, not_additive
+from mtaccum.exactness.gradients import Comparison, compare_gradients
+from mtaccum.exactness.report import ExactnessReport, Finding
+from mtaccum.exactness.subject import Subject, quiet
+from mtaccum.exactness.survey import coupled_samples, survey
+from mtaccum.model import MultiTaskModel
+
+
+def check_exactness(
+    model: MultiTaskModel,
+    window: Sequence[Any],
+    *,
+    schedule: str = "split",
+    recompute: Sequence[str] = (),
+    batchnorm: str = "keep",
+    optimizer: Optimizer | None = None,
+    samples: int | None = None,
+    device: str | torch.device = "cpu",
+) -> ExactnessReport:
+    """Compare a schedule's gradients with those of the joint backward, and look for what may break them.
+
+    Both run in double precision on copies; model, optimizer and random state stay as they are. The joint
+    reference keeps all graphs of the window at once, so give it few samples.
+
+        report = check_exactness(model, split_batch(batch, 2), schedule="sequential")
+        assert report.exact, report
+
+    Args:
+        model: as for ``Engine``.
+        window: a list of micro-batches of real data, with labels for every task if possible.
+        schedule, recompute, batchnorm: as for ``Engine``.
+        optimizer: whether it holds every trainable parameter is checked too; None: not checked.
+        samples: how many to take of the window, the first ones of each micro-batch; None: all.
+        device: where to run.
+
+    Raises:
+        ConfigError: an argument that isn't valid.
+        BatchError, LabelError: a batch that lacks an entry, a label out of range.
+    """
+    check_model(model)
+    check_window(model, window)
+    if not window:
+        raise BatchError("the window is empty: give at least one micro-batch.")
+    taken, findings = _take(window, samples)
+    random = RandomState()
+    try:
+        subject = Subject(model, taken, torch.device(device), schedule, tuple(recompute), batchnorm, random)
+        with quiet():  # arguments that aren't valid are errors of the caller's
+            subject.engine(subject.twin())
+        findings += _held(model, optimizer)
+        comparison = Comparison()
+        if not subject.reached:
+            text = "no task has a label in these samples; take others."
+            findings.append(Finding("labels", "window", text))
+        else:
+            surveyed, runs = survey(subject)
+            findings += surveyed + _idle(subject)
+            if runs:
+                findings += coupled_samples(subject) + _counts(subject)
+                comparison = compare_gradients(subject)
+                findings += comparison.findings
+        return ExactnessReport(
+            schedule,
+            subject.sizes,
+            comparison.differences,
+            dict.fromkeys(comparison.differences, subject.bound),
+            comparison.alive,
+            sorted(findings, key=lambda finding: not finding.fault),
+        )
+    finally:
+        random.restore()
+
+
+def _take(window: Sequence[Any], samples: int | None) -> tuple[list[Any], list[Finding]]:
+    """The first samples of each micro-batch, at least 2 of it, since some layers refuse a single one."""
+    if samples is not None and samples < 1:
+        raise ConfigError(f"samples must be at least 1, got {samples}.")
+    sizes = [batch_size_of(batch) for batch in window]
+    if samples is None or sum(sizes) <= samples:
+        return list(window), []
+    kept = [min(max(2, samples // len(window)), size) for size in sizes]
+    text = f"{sum(kept)} of {sum(sizes)} samples were compared."
+    taken = [take_samples(batch, size) for batch, size in zip(window, kept, strict=True)]
+    return taken, [Finding("samples", "window", text, fault=False)]
+
+
+def _held(model: MultiTaskModel, optimizer: Optimizer | None) -> list[Finding]:
+    if optimizer is not None:
+        try:
+            check_optimizer(model, optimizer)
+        except OptimizerError as error:
+            return [Finding("optimizer", type(optimizer).__name__, str(error))]
+    return []
+
+
+def _idle(subject: Subject) -> list[Finding]:
+    text = "not checked: it has no label in these samples."
+    idle = [name for name in subject.plan.counts if name not in subject.reached]
+    return [Finding("labels", name, text, fault=False) for name in idle]
+
+
+def _counts(subject: Subject) -> list[Finding]:
+    """Each task on the largest micro-batch in which it has labels."""
+    twin, batches, sizes = subject.twin(), subject.batches(), subject.sizes
+    found = not_additive(twin, subject.micro_batches)
+    for name in subject.plan.counts:
+        if name in subject.reached:
+            with_labels = [i for i in range(len(batches)) if name in subject.plan.active(i)]
+            batch = batches[max(with_labels, key=lambda i: sizes[i])]
+            with quiet():
+                found += check_counts(twin, batch, [name], bound=subject.bound)
+    return found

@@ -1,0 +1,118 @@
+"""The forwards, run twice from the same state: do they repeat, and what do their modules do?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtaccum.batch import batch_size_of
+from mtaccum.engine.norms import batch_normalised
+from mtaccum.engine.replay import StateBefore
+from mtaccum.errors import TaskError, first_line, listed
+from mtaccum.exactness.probes import CoupledSamples, DynamicShapes, Recorder, module_names, same, watching
+from mtaccum.exactness.reference import losses
+from mtaccum.exactness.report import Finding
+from mtaccum.exactness.subject import SINGLE_BOUND, Subject
+
+_OTHER_DTYPE = ("same dtype", "expected scalar type", "expected m1 and m2", "same data type", "but found")
+
+
+def survey(subject: Subject) -> tuple[list[Finding], bool]:
+    """Look at the forwards; sets the subject's precision and bound to what its modules can do.
+
+    Returns:
+        What was found, and whether the forwards run at all.
+    """
+    twin, batches = subject.twin(), subject.batches()
+    recorder, shapes = Recorder(), DynamicShapes()
+
+    def forwards() -> list[Tensor]:
+        return [
+            loss.detach()
+            for index in subject.telling
+            for _, loss in losses(twin, batches[index], subject.plan.active(index))
+        ]
+
+    def seen(*args: Any) -> None:
+        recorder.seen(*args)
+        shapes.seen(*args)
+
+    before = StateBefore(twin)
+    try:
+        with subject.running(twin), torch.no_grad():
+            with shapes, watching(twin, seen, shapes.entered):
+                first = forwards()
+            recorder.again()
+            with before.once_more(), watching(twin, recorder.seen):
+                second = forwards()
+    except (TaskError, RuntimeError, TypeError) as error:
+        where = shapes.innermost or "model"
+        if subject.double and any(text in str(error) for text in _OTHER_DTYPE):
+            subject.double, subject.bound = False, SINGLE_BOUND
+            text = f"it doesn't run in double precision, so all is compared in single, to {SINGLE_BOUND:g}."
+            found, runs = survey(subject)
+            return [Finding("precision", where, text, fault=False), *found], runs
+        return [Finding("failure", where, f"its forward failed: {error}")], False
+    found = []
+    if recorder.single and subject.double:
+        subject.bound = SINGLE_BOUND
+        text = f"it computes in less than double precision, so all is held to the bound {SINGLE_BOUND:g}."
+        found.append(Finding("precision", recorder.single[0], text, fault=False))
+    if recorder.different or recorder.missed:
+        found.append(_different((recorder.different or [str(recorder.missed)])[0]))
+    elif not same(first, second):
+        found.append(_different("a loss"))
+    for name, operation in shapes.found.items():
+        text = f"{operation} depends on values, so its memory can't be predicted, only measured."
+        found.append(Finding("memory", name or "a loss", text, fault=False))
+    for module, name in module_names(twin).items():
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            text = "a recurrent layer: its memory can't be predicted, only measured."
+            found.append(Finding("memory", name, text, fault=False))
+    return found, True
+
+
+def _different(where: str) -> Finding:
+    return Finding(
+        "randomness",
+        where,
+        "it gives something else when it runs again from the same state: it draws from a generator of its "
+        "own (torch.Generator, numpy.random.default_rng) or keeps state that is no buffer, so a repeat "
+        "(sequential, recompute) goes wrong. Draw from PyTorch's, NumPy's or Python's global generator, and "
+        "register state as buffers.",
+    )
+
+
+def coupled_samples(subject: Subject) -> list[Finding]:
+    """Layers in which the output of one sample depends on others: BatchNorm, and whatever else does."""
+    twin, batches = subject.twin(), subject.batches()
+    index = max(subject.telling, key=lambda i: batch_size_of(batches[i]))
+    probe = CoupledSamples(batch_size_of(batches[index]))
+    found = []
+    with subject.running(twin), torch.enable_grad():
+        names = [
+            layer
+            for node in subject.reached_nodes
+            for layer in batch_normalised(twin.own_modules()[node], prefix=node)
+        ]
+        try:
+            with probe.watching(twin):
+                for _ in losses(twin, batches[index], subject.plan.active(index)):
+                    pass
+        except (TaskError, RuntimeError) as error:
+            text = f"not looked for: {first_line(error)}"
+            found.append(Finding("coupled samples", "model", text, fault=False))
+    names = list(dict.fromkeys([*probe.found, *names]))
+    if not names:
+        return found
+    several = subject.micro_batches > 1
+    text = (
+        f"the output of one sample depends on the others in its micro-batch, so with accumulate="
+        f"{subject.micro_batches} the training is not that of the whole batch. Use accumulate=1, "
+        f"batchnorm=freeze if it is BatchNorm, or a layer that doesn't (GroupNorm, LayerNorm)."
+        if several
+        else "the output of one sample depends on the others: exact with accumulate=1, as here, only."
+    )
+    return [*found, Finding("coupled samples", listed(names), text, fault=several)]
