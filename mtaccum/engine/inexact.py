@@ -61,8 +61,10 @@ class Inexactness:
 
     def _frozen_but_normalising(self, plan: WindowPlan) -> str | None:
         frozen = [n for n, module in self._model.own_modules().items() if learns_nothing(module)]
+        if not frozen:
+            return None
         names = [name for name in self._batch_normalised(plan) if name.startswith(tuple(frozen))]
-        if not frozen or not names:
+        if not names:
             return None
         return (
             f"{listed(frozen)} is frozen, so its running statistics stay, but its BatchNorm layers are in "

@@ -162,12 +162,13 @@ def _copied(
     with its original, whose id must stay taken."""
     copies = {} if copies is None else copies
     result = []
-    for module, buffers in values:
-        for value in buffers.values():
-            if value is not None and id(value) not in copies:
-                copies[id(value)] = (value, value.detach().clone())
-        own = {name: None if value is None else copies[id(value)][1] for name, value in buffers.items()}
-        result.append((module, own))
+    with torch.no_grad():
+        for module, buffers in values:
+            for value in buffers.values():
+                if value is not None and id(value) not in copies:
+                    copies[id(value)] = (value, value.clone())
+            own = {name: None if value is None else copies[id(value)][1] for name, value in buffers.items()}
+            result.append((module, own))
     return result
 
 
