@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ Unpack = Callable[[Any], Sequence[Any]]
 Pack = Callable[[Any, Sequence[Any]], Any]
 
 _registered: dict[type, tuple[Unpack, Pack]] = {}
+_COLLECTIONS = (set, frozenset, deque, ValuesView, ItemsView)  # that can be looked into, but not put together
 
 
 def register_structure(cls: type, unpack: Unpack, pack: Pack) -> None:
@@ -81,13 +82,27 @@ def _refuse_hidden_tensors(value: Any) -> None:
     """Raise if an object that can't be taken apart holds tensors: they would silently not be cut."""
     held = _held_by(value)
     deeper = [item for object_ in held for item in _held_by(object_)]
-    if any(_contains_tensor(item) for item in [*held, *deeper]):
-        cls = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise FeatureError(
-            f"features of type {cls} hold tensors, but mtaccum can't take that type apart. Valid are "
-            f"tensors in tuples, lists, dicts, named tuples and dataclasses. Return one of these, or "
-            f"register the type: mtaccum.register_structure({type(value).__name__}, unpack, pack)."
-        )
+    # what an iterator holds can't be known without using it up
+    if isinstance(value, Iterator) or any(_contains_tensor(item) for item in [*held, *deeper]):
+        raise _hidden(value, "mtaccum can't take that type apart")
+
+
+def _refuse_tensors_beside(value: Any, parts: Sequence[Any]) -> None:
+    """Raise if a container of a user's own holds tensors that aren't among its parts."""
+    if type(value) in (tuple, list, dict) or not getattr(value, "__dict__", None):
+        return
+    known = {id(tensor) for tensor in tensors_of(list(parts), strict=False)}
+    if any(id(tensor) not in known for tensor in tensors_of(list(vars(value).values()), strict=False)):
+        raise _hidden(value, "not all of them are its fields or entries")
+
+
+def _hidden(value: Any, why: str) -> FeatureError:
+    cls = f"{type(value).__module__}.{type(value).__qualname__}"
+    return FeatureError(
+        f"features of type {cls} hold tensors, but {why}. Valid are tensors in tuples, lists, dicts, named "
+        f"tuples and dataclasses. Return one of these, or register the type: "
+        f"mtaccum.register_structure({type(value).__name__}, unpack, pack)."
+    )
 
 
 def _held_by(value: Any) -> list[Any]:
@@ -96,7 +111,11 @@ def _held_by(value: Any) -> list[Any]:
         return []
     names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
     held = [getattr(value, name, None) for name in names if isinstance(name, str)]
-    return held + (list(value) if isinstance(value, set | frozenset | deque) else [])
+    return held + (list(value) if isinstance(value, _COLLECTIONS) else [])
+
+
+def _is_registered(value: Any) -> bool:
+    return any(cls in _registered for cls in type(value).__mro__)
 
 
 def _contains_tensor(value: Any) -> bool:
@@ -121,7 +140,10 @@ def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = 
             _refuse_hidden_tensors(nest)
         return nest
     unpack, pack = handler
-    return pack(nest, [map_tensors(part, function, strict=strict) for part in unpack(nest)])
+    parts = unpack(nest)
+    if strict and not _is_registered(nest):
+        _refuse_tensors_beside(nest, parts)
+    return pack(nest, [map_tensors(part, function, strict=strict) for part in parts])
 
 
 def tensors_of(nest: Any, *, strict: bool = True) -> list[Tensor]:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from mtaccum.engine.replay import frozen, learns_nothing
+from mtaccum.engine.replay import frozen, is_frozen
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window import WindowPlan
@@ -68,13 +68,8 @@ class _Binding:
     def features(self, name: str, above: Features) -> Any:
         """What a trunk or neck hands on. One that doesn't learn keeps its buffers, ``.train()`` or not."""
         module = self.model.node(name)
-        with self.autocast(), self.kept(module):
+        with self.autocast(), frozen(module) if is_frozen(module) else nullcontext():
             return self.model.run(name, above, self.batch)
-
-    def kept(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Around a forward whose module must stay as it is."""
-        mode = module.mode if isinstance(module, Task) else "train"
-        return frozen(module) if mode == "frozen" or learns_nothing(module) else nullcontext()
 
     def leaf(self, name: str) -> Node:
         task = self.model.task(name)
@@ -89,7 +84,7 @@ class _Binding:
         """The task's mean loss on this micro-batch, with its graph."""
         if task.mode == "detached":
             features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
-        with self.autocast(), self.kept(task):
+        with self.autocast(), frozen(task) if is_frozen(task) else nullcontext():
             prediction = self.model.run(name, features, self.batch)
             with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
                 loss = task.loss(prediction, self.batch)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mtaccum.engine.parts import Part
-from mtaccum.engine.recompute import replaced_forward
+from mtaccum.engine.recompute import children_of, replaced
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
 
@@ -39,8 +39,15 @@ class Compiled:
     def running(self) -> Iterator[None]:
         """Let the modules run their compiled forwards."""
         with ExitStack() as stack:
+            if self._forwards:
+                # PyTorch counts the graphs of a piece of code, and gives up after eight: heads of one class
+                # share theirs, and the momentum of running statistics differs with the passes of a window
+                limit = max(torch._dynamo.config.recompile_limit, 64 * len(self._forwards))
+                stack.enter_context(
+                    torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
+                )
             for module, forward in self._forwards:
-                stack.enter_context(replaced_forward(module, forward))
+                stack.enter_context(replaced(module, "forward", forward))
             yield
 
 
@@ -50,7 +57,7 @@ def units(model: MultiTaskModel, parts: Sequence[Part]) -> list[nn.Module]:
     candidates = list(model.own_modules().values())
     for part in parts:
         children = None if part.children is None else slice(*part.children)
-        candidates += [part.module] if children is None else list(part.module.children())[children]
+        candidates += [part.module] if children is None else children_of(part.module)[children]
     sites = [(part.module, part.children is not None) for part in parts]
     units: dict[int, nn.Module] = {}
     for module in candidates:

@@ -37,10 +37,10 @@ from mtaccum.engine.finite import (
 )
 from mtaccum.engine.gradients import clip, drop_gradients, gradient_norm, gradients_set_aside
 from mtaccum.engine.inexact import Inexactness
-from mtaccum.engine.norms import normalising, prepare_norms
-from mtaccum.engine.precision import Precision
+from mtaccum.engine.norms import check_norms, normalising, synchronise_norms
+from mtaccum.engine.precision import Precision, fresh_casts
 from mtaccum.engine.recompute import Recompute
-from mtaccum.engine.replay import StateBefore
+from mtaccum.engine.replay import StateBefore, keeping_frozen
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.window import WindowPlan
@@ -131,7 +131,7 @@ class Engine:
                 )
         self._precision = Precision(precision, scaler)
         check_half(model, scaler)
-        prepare_norms(model, batchnorm)
+        check_norms(model, batchnorm)
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -146,6 +146,9 @@ class Engine:
         self._recompute = Recompute(model, recompute)
         options = dict(compile) if isinstance(compile, Mapping) else {}
         self._compiled = Compiled([] if compile is False else units(model, self._recompute.parts), options)
+        if batchnorm == "sync":  # last: an engine that is refused has changed nothing
+            synchronise_norms(model, stacklevel=2)
+            self._recompute = Recompute(model, recompute)
         self._inexactness = Inexactness(
             model, freezes=batchnorm == "freeze", repeats=schedule == "sequential"
         )
@@ -197,6 +200,7 @@ class Engine:
             return replace(result, grad_norm=norm, stepped=True)
         except BaseException:
             before.restore()
+            self._precision.reset()
             raise
         finally:
             drop_gradients(parameters)
@@ -223,18 +227,24 @@ class Engine:
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan)
         self._run(window, plan, log, self.schedule, self._precision.scaled(self.backward))
+        self._recompute.warn_unused(self._passes(plan), stacklevel=3)
         return log.result()
+
+    def _passes(self, plan: WindowPlan) -> dict[str, int]:
+        """For each node in how many micro-batches of a window it runs."""
+        return {node: plan.passes(self.model.tasks_below(node)) for node in self.model.own_modules()}
 
     def _run(
         self, window: Sequence[Any], plan: WindowPlan, log: LossLog, schedule: str, backward: Backward
     ) -> None:
         """All forwards and backwards of a window."""
         model, device = self.model, self.model.device
-        passes = {node: plan.passes(model.tasks_below(node)) for node in model.own_modules()}
         with (
-            normalising(model, self.batchnorm, passes),
+            normalising(model, self.batchnorm, self._passes(plan)),
+            keeping_frozen([model.node(name) for name in model.own_modules()]),
             self._compiled.running(),
-            self._recompute.running(passes),
+            self._recompute.running(),
+            fresh_casts(),
         ):
             autocast = partial(self._precision.autocast, device)
             for index, batch in enumerate(window):
@@ -262,8 +272,8 @@ class Engine:
         elif culprit is None:
             finding = self._find_nonfinite(window, before) or finding
         before.restore_buffers()
-        self._precision.update()
         self.skips.report(self.steps + 1, finding, expected=overflow)
+        self._precision.update()
         return replace(result, nonfinite=finding)
 
     def _find_nonfinite(self, window: Sequence[Any], before: StateBefore) -> str | None:

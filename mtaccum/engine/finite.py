@@ -88,13 +88,11 @@ class Search:
 
     model: MultiTaskModel
     finding: str | None = None
-    _outputs: list[str] = field(default_factory=list)
+    _outputs: list[tuple[str, str]] = field(default_factory=list)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note which nodes hand on values that aren't finite."""
-        if bad := [name for name, p in self.model.named_parameters() if not is_finite(p)]:
-            self.finding = f"the parameter {bad[0]} holds NaN or inf itself, before the step"
         hooks = [
             self.model.node(name).register_forward_hook(self._looking_at(name))
             for name in self.model.own_modules()
@@ -108,27 +106,35 @@ class Search:
     def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_module: nn.Module, _args: Any, output: Any) -> None:
             if bad := [t for t in tensors_of(output, strict=False) if not is_finite(t)]:
-                what = "prediction" if name in self.model.tasks else "features"
-                self._outputs.append(f"the {what} of {name!r} ({describe(bad[0])}) hold NaN or inf already")
+                self._outputs.append((name, describe(bad[0])))
 
         return look
 
     def loss(self, task: str, micro_batch: int, of: int, batch: Any, value: Tensor) -> None:
         """Look at a task's loss; with what made it, if that wasn't finite."""
-        first, self._outputs = self._outputs[:1], []
+        outputs, self._outputs = self._outputs, []
         if self.finding is None and not is_finite(value):
-            inputs = tensors_of(self.model.inputs(batch), strict=False)
-            hint = (
-                "the inputs in the batch hold NaN or inf"
-                if not all(map(is_finite, inputs))
-                else first[0]
-                if first
-                else "the prediction is finite: look for log, sqrt or a division in the loss, and for "
-                "labels that are NaN"
-            )
             self.finding = (
-                f"the loss of task {task!r} is {value.item()} in micro-batch {micro_batch} of {of}: {hint}"
+                f"the loss of task {task!r} is {value.item()} in micro-batch {micro_batch} of {of}: "
+                f"{self._cause(batch, outputs)}"
             )
+
+    def _cause(self, batch: Any, outputs: Sequence[tuple[str, str]]) -> str:
+        if not all(map(is_finite, tensors_of(self.model.inputs(batch), strict=False))):
+            return "the inputs in the batch hold NaN or inf"
+        if not outputs:
+            return (
+                "the prediction is finite: look for log, sqrt or a division in the loss, and for labels that "
+                "are NaN"
+            )
+        node, shape = outputs[0]
+        for name, parameter in self.model.node(node).named_parameters():
+            if not is_finite(parameter):
+                return (
+                    f"the parameter {self.model.prefix(node)}{name} holds NaN or inf itself, before the step"
+                )
+        what = "prediction" if node in self.model.tasks else "features"
+        return f"the {what} of {node!r} ({shape}) hold NaN or inf already"
 
     def gradients(self, task: str, micro_batch: int, of: int) -> None:
         """Look at the gradients after a task's backward."""

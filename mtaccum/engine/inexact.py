@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from mtaccum.engine.norms import batch_normalised
-from mtaccum.engine.replay import learns_nothing
+from mtaccum.engine.replay import is_frozen
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import InexactWarning, listed
 from mtaccum.model.tree import MultiTaskModel
@@ -49,7 +49,8 @@ class Inexactness:
         )
 
     def _normalised_by_part(self, plan: WindowPlan) -> str | None:
-        names = self._batch_normalised(plan) if plan.micro_batches > 1 else []
+        nodes = self._model.own_modules() if plan.micro_batches > 1 else ()
+        names = [layer for node in nodes for layer in self._batch_normalised(plan, node)]
         if not names:
             return None
         return (
@@ -60,25 +61,22 @@ class Inexactness:
         )
 
     def _frozen_but_normalising(self, plan: WindowPlan) -> str | None:
-        frozen = [n for n, module in self._model.own_modules().items() if learns_nothing(module)]
-        if not frozen:
+        frozen = [name for name in self._model.own_modules() if is_frozen(self._model.node(name))]
+        layers = {name: found for name in frozen if (found := self._batch_normalised(plan, name))}
+        if not layers:
             return None
-        names = [name for name in self._batch_normalised(plan) if name.startswith(tuple(frozen))]
-        if not names:
-            return None
+        names = [layer for found in layers.values() for layer in found]
         return (
-            f"{listed(frozen)} is frozen, so its running statistics stay, but its BatchNorm layers are in "
-            f"training mode and normalise by the micro-batch: {listed(names)}. For what evaluation sees call "
-            f".eval() on it, or choose batchnorm='freeze'."
+            f"{listed(list(layers))} is frozen, so its running statistics stay, but its BatchNorm layers are "
+            f"in training mode and normalise by the micro-batch: {listed(names)}. For what evaluation sees "
+            f"call .eval() on it, or choose batchnorm='freeze'."
         )
 
-    def _batch_normalised(self, plan: WindowPlan) -> list[str]:
-        return [
-            layer
-            for name, module in self._model.own_modules().items()
-            if plan.passes(self._model.tasks_below(name))
-            for layer in batch_normalised(module, prefix=name)
-        ]
+    def _batch_normalised(self, plan: WindowPlan, node: str) -> list[str]:
+        """The layers of a node that normalise by the micro-batch, if it runs."""
+        if not plan.passes(self._model.tasks_below(node)):
+            return []
+        return batch_normalised(self._model.own_modules()[node], prefix=node)
 
     def _adds_in_half(self, plan: WindowPlan) -> str | None:
         return self._accumulates_in_half(plan, several=len([t for t in plan.totals.values() if t]) > 1)

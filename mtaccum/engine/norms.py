@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from mtaccum.engine.replay import is_frozen
 from mtaccum.errors import ConfigError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
 
@@ -21,11 +22,11 @@ POLICIES = ("keep", "freeze", "sync")
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def prepare_norms(model: MultiTaskModel, policy: str) -> None:
-    """Check a policy against the model's layers; ``sync`` replaces them by ``torch.nn.SyncBatchNorm``.
+def check_norms(model: MultiTaskModel, policy: str) -> None:
+    """Refuse a policy that is unknown, or that can't be applied to the model's layers.
 
     Raises:
-        ConfigError: an unknown policy, or a layer that it can't be applied to.
+        ConfigError: names the layers.
     """
     if policy not in POLICIES:
         raise ConfigError(unknown_name("batchnorm", policy, POLICIES))
@@ -36,22 +37,25 @@ def prepare_norms(model: MultiTaskModel, policy: str) -> None:
             f"batchnorm=freeze normalises by running statistics, but {listed(bare)} keeps none "
             f"(track_running_stats=False). Use batchnorm=keep."
         )
-    if policy == "sync":
-        if foreign := [name for name, layer in layers.items() if type(layer) not in _CONVERTIBLE]:
-            kind = type(layers[foreign[0]]).__name__
-            raise ConfigError(
-                f"batchnorm=sync can't convert {listed(foreign)}: a {kind} may do more than normalise. "
-                f"Convert it by the library that it is from."
-            )
-        convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
-        for name, child in list(model.named_children()):
-            setattr(model, name, convert(child))
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            warnings.warn(
-                "batchnorm='sync' joins the ranks of a process group, and there is one process only: it "
-                "does what batchnorm='keep' does.",
-                stacklevel=3,
-            )
+    foreign = [name for name, layer in layers.items() if type(layer) not in _CONVERTIBLE]
+    if policy == "sync" and foreign:
+        raise ConfigError(
+            f"batchnorm=sync can't convert {listed(foreign)}: a {type(layers[foreign[0]]).__name__} may do "
+            f"more than normalise. Convert it by the library that it is from."
+        )
+
+
+def synchronise_norms(model: MultiTaskModel, stacklevel: int) -> None:
+    """Replace all BatchNorm layers by ``torch.nn.SyncBatchNorm``; warn where that makes no difference."""
+    convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+    for name, child in list(model.named_children()):
+        setattr(model, name, convert(child))
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        warnings.warn(
+            "batchnorm='sync' joins the ranks of a process group, and there is one process only: it does "
+            "what batchnorm='keep' does.",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def batch_normalised(module: nn.Module, prefix: str = "") -> list[str]:
@@ -90,13 +94,13 @@ def _corrected(model: MultiTaskModel, passes: Mapping[str, int]) -> dict[nn.Modu
     """Momentum with which the passes of a window weigh as much as one pass: 1-(1-m)^(1/n).
 
     A layer that several nodes share would move once for each of them without accumulation, so n is its
-    passes over the number of nodes that run it.
+    passes over the number of nodes that run it. A frozen node doesn't move its layers.
     """
     if max(passes.values(), default=0) <= 1:
         return {}
     runs: dict[nn.Module, list[int]] = {}
     for name, number in passes.items():
-        if number:
+        if number and not is_frozen(model.node(name)):
             for layer in model.node(name).modules():
                 if isinstance(layer, _NormBase) and layer.momentum and layer.running_mean is not None:
                     runs.setdefault(layer, []).append(number)

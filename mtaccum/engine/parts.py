@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import MultiTaskModel
 
-_SLICE = re.compile(r"(.+)\[(-?\d+)?(:)?(-?\d+)?\]")
+_SLICE = re.compile(r"([^\[\]]+)\[(-?\d+)?(:)?(-?\d+)?\]")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Part:
     children: tuple[int, int] | None = None
 
 
-def find_parts(model: MultiTaskModel, patterns: Sequence[str]) -> list[Part]:
+def find_parts(model: MultiTaskModel, patterns: Iterable[str]) -> list[Part]:
     """The parts that names and patterns stand for.
 
     A name is that of a node (``trunk``, a neck or a task, whose head it then is) or of a module in it
@@ -42,7 +42,10 @@ def find_parts(model: MultiTaskModel, patterns: Sequence[str]) -> list[Part]:
     Raises:
         ConfigError: nothing has that name, or it can't be run by itself.
     """
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    if isinstance(patterns, str) or not isinstance(patterns, Collection | Iterator):
+        raise ConfigError(f"recompute must be a list of names of modules, got {patterns!r}.")
+    patterns = list(patterns)
+    if not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigError(f"recompute must be a list of names of modules, got {patterns!r}.")
     modules = _modules(model)
     parts: dict[tuple[int, tuple[int, int] | None], Part] = {}
@@ -64,9 +67,11 @@ def _modules(model: MultiTaskModel) -> dict[str, tuple[str, nn.Module]]:
     """All modules and their nodes, by their names in the nodes and by their full names in the model."""
     found: dict[str, tuple[str, nn.Module]] = {}
     for node, module in model.own_modules().items():
-        full = f"tasks.{node}.head" if node in model.tasks else f"necks.{node}.module"
+        prefixes = [node]
+        if node in model.tasks or node in model.necks:
+            prefixes.append(f"tasks.{node}.head" if node in model.tasks else f"necks.{node}.module")
         for name, part in module.named_modules(remove_duplicate=False):
-            for prefix in (node, full):
+            for prefix in prefixes:
                 found[f"{prefix}.{name}" if name else prefix] = node, part
     return found
 
@@ -79,6 +84,11 @@ def _sliced(pattern: str) -> tuple[str, tuple[int | None, int | None] | None]:
     """``a.b[0:3]`` as ``a.b`` and (0, 3)."""
     match = _SLICE.fullmatch(pattern)
     if match is None:
+        if set(pattern) & set("[]"):
+            raise ConfigError(
+                f"recompute: brackets stand at the end and hold a run of children, as in 'trunk.layer3[0:3]' "
+                f"or 'trunk.layer3[2]'; got {pattern!r}."
+            )
         return pattern, None
     name, start, colon, stop = match.groups()
     if not colon:

@@ -5,7 +5,8 @@ Micikevicius et al., Mixed Precision Training, 2018, by PyTorch's autocast and G
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ from mtaccum.errors import ConfigError, unknown_name
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
+
+
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """Around a window: inside a caller's autocast, use no weight that it cast before, perhaps without a
+    graph, and leave none, since a step changes the weights."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 class Precision:
@@ -38,6 +50,7 @@ class Precision:
         self.name = name
         self.scaler = scaler
         self._dtype = PRECISIONS[name]
+        self._unscaled = False
 
     @property
     def scales(self) -> bool:
@@ -61,18 +74,26 @@ class Precision:
         return scale_and_run
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Gradients as they would be without scaling; once per step."""
-        if self.scales:
+        """Gradients as they would be without scaling; once per step, if there are any."""
+        if self.scales and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
             self.scaler.unscale_(optimizer)
+            self._unscaled = True
 
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's step, once the gradients are unscaled and known to be finite."""
-        if self.scales:
+        if self._unscaled:
             self.scaler.step(optimizer)
         else:
             optimizer.step()
 
     def update(self) -> None:
         """Once per step, skipped ones included: the factor for the next one."""
-        if self.scales:
+        if self._unscaled:
             self.scaler.update()
+            self._unscaled = False
+
+    def reset(self) -> None:
+        """After a step that failed: the scaler as it was before."""
+        if self._unscaled:
+            self.scaler.update(self.scaler.get_scale())  # what was unscaled is forgotten, the factor stays
+            self._unscaled = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,74 +20,143 @@ from mtaccum.engine.parts import Part, find_parts
 from mtaccum.engine.replay import Replay
 from mtaccum.errors import InplaceError
 from mtaccum.model.tree import MultiTaskModel
-from mtaccum.structure import tensors_of
+from mtaccum.structure import map_tensors, tensors_of
 
 Forward = Callable[..., Any]
 
 
-def recomputed(
-    function: Forward, module: nn.Module | None, name: str, ran: set[str] | None = None
-) -> Forward:
+def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Watch | None = None) -> Forward:
     """``function``, to be run once more for the backward instead of keeping its graph.
 
     Args:
         module: what the function runs, whose buffers are replayed; None if that isn't known.
         name: for error messages.
-        ran: gets the name added when the function runs.
+        watch: is told that it ran, and on what.
 
     Raises:
-        InplaceError: (when run) something wrote into its inputs, so that they can't be used again.
+        InplaceError: (when run) it writes into its inputs, so that it can't run again.
     """
+    watch = Watch() if watch is None else watch
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if ran is not None:
-            ran.add(name)
         if not torch.is_grad_enabled():
+            watch.ran.add(name)
             return function(*args, **kwargs)
-        inputs = _Inputs(name, tensors_of((args, kwargs), strict=False))
+        nest = (args, kwargs)
+        tensors = tensors_of(nest, strict=False)
+        entry = watch.begins(name, tensors)
+        # Tensors travel as arguments, which a checkpoint around this one frees; what holds them is kept.
+        shell = map_tensors(nest, lambda _: _PLACE, strict=False)
+
+        def once(*tensors: Tensor) -> Any:
+            following = iter(tensors)
+            args, kwargs = map_tensors(shell, lambda _: next(following), strict=False)
+            return function(*args, **kwargs)
+
         replay = Replay()
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return replay.first(module), _Again(replay, inputs)
+            return replay.first(module), _Again(replay, watch)
 
+        # Not stopped early, at the last tensor that is to be kept: RReLU fills in its tensor after that.
         output = checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+            once,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            early_stop=False,
+            context_fn=contexts,
         )
-        inputs.check("writes in place into its inputs")
+        watch.ends(entry)
         return output
 
     return run
 
 
+_PLACE = torch.empty(0)  # stands where a tensor stood
+
+
+class Watch:
+    """Which parts ran, and on what, in the node that is running.
+
+    Attributes:
+        ran: names of the parts that have run.
+    """
+
+    def __init__(self) -> None:
+        self.ran: set[str] = set()
+        self._runs: list[_Run] = []
+        self._repeats = 0
+
+    def begins(self, name: str, tensors: Sequence[Tensor]) -> _Run:
+        """A part begins to run, for the first time or, in a backward, once more."""
+        self.ran.add(name)
+        run = _Run(name, [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()])
+        if not self._repeats:
+            self._runs.append(run)
+        return run
+
+    def ends(self, run: _Run) -> None:
+        """Raise if a part has written into its inputs."""
+        run.ended = True
+        if run.wrote:
+            raise InplaceError(_message(run.name, "writes in place into its inputs"))
+
+    def node_ends(self) -> None:
+        """Raise if the inputs of a part were written into after it ran; let go of them otherwise."""
+        if not self._repeats:
+            runs, self._runs = self._runs, []
+            for run in runs:
+                if run.ended and run.wrote:
+                    raise InplaceError(_message(run.name, "has inputs that were written into after it ran"))
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._runs, self._repeats = [], 0
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Around a second run."""
+        self._repeats += 1
+        try:
+            yield
+        finally:
+            self._repeats -= 1
+
+
+@dataclass
+class _Run:
+    """A run of a part: its inputs, and how often they had been written into before."""
+
+    name: str
+    inputs: list[tuple[Tensor, int]]
+    ended: bool = False
+
+    @property
+    def wrote(self) -> bool:
+        return any(tensor._version != version for tensor, version in self.inputs)
+
+
+def _message(name: str, what: str) -> str:
+    return (
+        f"{name!r} {what}, so it can't be run again. Recompute a larger part, or take the operation out of "
+        f"place: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y instead of x += y."
+    )
+
+
 class _Again(AbstractContextManager[None]):
     """Around the second run; a class, since several backwards through one graph enter it several times."""
 
-    def __init__(self, replay: Replay, inputs: _Inputs) -> None:
-        self._replay, self._inputs = replay, inputs
+    def __init__(self, replay: Replay, watch: Watch) -> None:
+        self._replay, self._watch = replay, watch
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._inputs.check("has inputs that were written into after it ran")
+        self._stack.enter_context(self._watch.repeating())
         self._stack.enter_context(self._replay.repeat())
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-
-
-class _Inputs:
-    """The state of a part's inputs, which must be the same when it runs again."""
-
-    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._name = name
-        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-    def check(self, what: str) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
-            raise InplaceError(
-                f"{self._name!r} {what}, so it can't be run again. Recompute a larger part, or take the "
-                f"operation out of place: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y instead of "
-                f"x += y."
-            )
 
 
 class Recompute:
@@ -98,48 +168,56 @@ class Recompute:
 
     def __init__(self, model: MultiTaskModel, patterns: Sequence[str]) -> None:
         self.parts = find_parts(model, patterns)
-        self._ran: set[str] = set()
+        self._nodes = [model.own_modules()[node] for node in dict.fromkeys(part.node for part in self.parts)]
+        self._watch = Watch()
         self._warned: set[str] = set()
 
     @contextmanager
-    def running(self, passes: Mapping[str, int]) -> Iterator[None]:
-        """Let the parts be recomputed wherever they run inside; afterwards they are as they were.
-
-        Args:
-            passes: for each node how often it will run. A part that doesn't run although its node does is
-                warned of: it isn't called as a module, so naming it has no effect.
-        """
+    def running(self) -> Iterator[None]:
+        """Let the parts be recomputed wherever they run inside; afterwards they are as they were."""
         runs: dict[int, list[Part]] = {}
         with ExitStack() as stack:
+            stack.callback(self._watch.clear)
+            for node in dict.fromkeys(self._nodes):
+                hook = node.register_forward_hook(lambda *_: self._watch.node_ends())
+                stack.callback(hook.remove)
             for part in self.parts:
                 if part.children is not None:
                     runs.setdefault(id(part.module), []).append(part)
             for group in runs.values():
-                stack.enter_context(replaced_forward(group[0].module, self._sequence(group)))
+                stack.enter_context(replaced(group[0].module, "forward", self._sequence(group)))
             for part in self.parts:
                 if part.children is None:
-                    forward = recomputed(part.module.forward, part.module, part.name, self._ran)
-                    stack.enter_context(replaced_forward(part.module, forward))
+                    call = recomputed(_call_of(part.module), part.module, part.name, self._watch)
+                    stack.enter_context(replaced(part.module, _CALL, call))
             yield
-        unused = {p.name for p in self.parts if passes.get(p.node)} - self._ran - self._warned
+
+    def warn_unused(self, passes: Mapping[str, int], stacklevel: int) -> None:
+        """Warn once of parts that did not run although their nodes did: naming them has no effect.
+
+        Args:
+            passes: for each node how often it has run.
+            stacklevel: as for ``warnings.warn``.
+        """
+        unused = {p.name for p in self.parts if passes.get(p.node)} - self._watch.ran - self._warned
         if unused:
             self._warned |= unused
             warnings.warn(
                 f"recompute: {', '.join(sorted(unused))} did not run as a module of its own, so recomputing "
                 f"it has no effect. Name what its parent calls, or the parent.",
-                stacklevel=2,
+                stacklevel=stacklevel + 1,
             )
 
     def _sequence(self, runs: Sequence[Part]) -> Forward:
         """The forward of a Sequential of which some runs of children are recomputed."""
-        children = list(runs[0].module.children())
         steps: list[Forward] = []
         position = 0
+        children = children_of(runs[0].module)
         for run in sorted(runs, key=lambda part: part.children or (0, 0)):
             assert run.children is not None
             start, stop = run.children
             part = nn.Sequential(*children[start:stop])
-            steps += [*children[position:start], recomputed(part, part, run.name, self._ran)]
+            steps += [*children[position:start], recomputed(part, part, run.name, self._watch)]
             position = stop
         steps += children[position:]
 
@@ -151,15 +229,31 @@ class Recompute:
         return forward
 
 
+# What a module's call runs if it is set, by ``Module.compile`` for instance: hooks, then forward. The hooks
+# have to be inside: weight and spectral norm in their older form are hooks that make the weight.
+_CALL = "_compiled_call_impl"
+
+
+def _call_of(module: nn.Module) -> Forward:
+    call: Forward = getattr(module, _CALL, None) or module._call_impl
+    return call
+
+
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """The children of a Sequential in the order in which they run, one that stands twice twice."""
+    return [child for child in module._modules.values() if child is not None]
+
+
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """Let a module's calls run ``forward``; hooks on the module stay in force."""
-    own = vars(module).get("forward")
+def replaced(module: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """Let a module have another attribute of its own; afterwards it has the one that it had."""
+    absent = object()
+    own = vars(module).get(attribute, absent)
     try:
-        module.forward = forward
+        setattr(module, attribute, value)
         yield
     finally:
-        if own is None:
-            del module.forward
+        if own is absent:
+            delattr(module, attribute)
         else:
-            module.forward = own
+            setattr(module, attribute, own)

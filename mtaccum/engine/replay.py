@@ -9,13 +9,15 @@ only BatchNorm has it, and normalisation by spectral norm, say, would still take
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from mtaccum.tasks.base import Task
 
 Buffers = dict[str, Tensor | None]
 Copies = dict[int, tuple[Tensor, Tensor]]
@@ -136,8 +138,21 @@ def frozen(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def learns_nothing(module: nn.Module) -> bool:
-    """Whether a module has parameters and all of them are frozen."""
+@contextmanager
+def keeping_frozen(nodes: Sequence[nn.Module]) -> Iterator[None]:
+    """Around a window: let frozen nodes keep their buffers in backwards too, where a checkpoint of the user's
+    own would run them again. What they share with others is left to ``frozen``, forward by forward."""
+    fixed = [node for node in nodes if is_frozen(node)]
+    learning = {part for node in nodes if node not in fixed for part in node.modules()} if fixed else set()
+    parts = [part for node in fixed for part in node.modules() if part not in learning]
+    with swapped_buffers(_copied((part, part._buffers) for part in parts)):
+        yield
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether a node stays as it is: a task in the mode ``frozen``, or parameters of which none learns."""
+    if isinstance(module, Task) and module.mode == "frozen":
+        return True
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
     return next(module.parameters(), None) is not None

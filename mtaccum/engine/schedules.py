@@ -55,7 +55,7 @@ def summed(roots: Sequence[Node], above: Features, backward: Backward) -> None:
     if losses:
         with torch.enable_grad():
             total = sum(losses[1:], start=losses[0])
-        backward(total)
+        run_backward(total, backward)
 
 
 def _all_losses(nodes: Sequence[Node], above: Features) -> Iterator[Tensor]:

@@ -82,10 +82,9 @@ def compare_gradients(subject: Subject) -> Comparison:
 def _orphans(subject: Subject, twin: MultiTaskModel, reference: Gradients) -> list[Finding]:
     """Trainable parameters that got no gradient although their tasks ran."""
     excused = [
-        prefix
+        twin.prefix(node)
         for node in twin.own_modules()
         if node not in subject.reached_nodes or (node in twin.tasks and twin.task(node).mode == "frozen")
-        for prefix in (f"tasks.{node}.", f"necks.{node}.", f"{node}.")
     ]
     names = [
         name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtaccum.engine.replay import frozen, learns_nothing
+from mtaccum.engine.replay import frozen, is_frozen
 from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.window import WindowPlan
 from mtaccum.model import ROOT, MultiTaskModel
@@ -65,8 +65,7 @@ def _walk(
 
 def _kept(model: MultiTaskModel, name: str) -> Any:
     module = model.node(name)
-    fixed = name in model.tasks and model.task(name).mode == "frozen"
-    return frozen(module) if fixed or learns_nothing(module) else nullcontext()
+    return frozen(module) if is_frozen(module) else nullcontext()
 
 
 def compare(
@@ -79,8 +78,7 @@ def compare(
     differences: dict[str, float] = {}
     worst: dict[str, str] = {}
     for node in model.own_modules():
-        prefix = "trunk." if node == "trunk" else ("tasks." if node in model.tasks else "necks.") + f"{node}."
-        names = [name for name in reference if name.startswith(prefix)]
+        names = [name for name in reference if name.startswith(model.prefix(node))]
         errors = {name: _error(gradients.get(name), reference[name]) for name in names}
         norm = sum(float(g.norm()) ** 2 for n in names if (g := reference[n]) is not None) ** 0.5
         error = sum(value**2 for value in errors.values()) ** 0.5

@@ -130,6 +130,10 @@ class MultiTaskModel(nn.Module):
         necks = {name: cast(Neck, neck).module for name, neck in self.necks.items()}
         return {**trunk, **necks, **{name: task.head for name, task in self.tasks_by_name().items()}}
 
+    def prefix(self, node: str) -> str:
+        """What the names of a node's parameters in the model begin with: ``tasks.seg.``."""
+        return "trunk." if node == TRUNK else f"{'tasks' if node in self.tasks else 'necks'}.{node}."
+
     def inputs(self, batch: Any) -> Any:
         """What the trunk gets of a batch."""
         source = self._inputs_from
