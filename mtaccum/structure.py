@@ -23,6 +23,7 @@ Pack = Callable[[Any, Sequence[Any]], Any]
 
 _registered: dict[type, tuple[Unpack, Pack]] = {}
 _COLLECTIONS = (set, frozenset, deque, ValuesView, ItemsView)  # that can be looked into, but not put together
+_SEARCH_DEPTH = 5  # of objects in objects; a cache of keys and values has three
 
 
 def register_structure(cls: type, unpack: Unpack, pack: Pack) -> None:
@@ -80,10 +81,8 @@ def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
 
 def _refuse_hidden_tensors(value: Any) -> None:
     """Raise if an object that can't be taken apart holds tensors: they would silently not be cut."""
-    held = _held_by(value)
-    deeper = [item for object_ in held for item in _held_by(object_)]
     # what an iterator holds can't be known without using it up
-    if isinstance(value, Iterator) or any(_contains_tensor(item) for item in [*held, *deeper]):
+    if isinstance(value, Iterator) or _holds_tensors(value, _SEARCH_DEPTH):
         raise _hidden(value, "mtaccum can't take that type apart")
 
 
@@ -98,10 +97,11 @@ def _refuse_tensors_beside(value: Any, parts: Sequence[Any]) -> None:
 
 def _hidden(value: Any, why: str) -> FeatureError:
     cls = f"{type(value).__module__}.{type(value).__qualname__}"
+    cache = " A Hugging Face model returns no cache with config.use_cache = False." if "Cache" in cls else ""
     return FeatureError(
         f"features of type {cls} hold tensors, but {why}. Valid are tensors in tuples, lists, dicts, named "
         f"tuples and dataclasses. Return one of these, or register the type: "
-        f"mtaccum.register_structure({type(value).__name__}, unpack, pack)."
+        f"mtaccum.register_structure({type(value).__name__}, unpack, pack).{cache}"
     )
 
 
@@ -118,11 +118,11 @@ def _is_registered(value: Any) -> bool:
     return any(cls in _registered for cls in type(value).__mro__)
 
 
-def _contains_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
+def _holds_tensors(value: Any, depth: int) -> bool:
+    """Whether there is a tensor in an object's attributes, or in what these hold, and so on."""
     handler = unpacker(value)
-    return handler is not None and any(_contains_tensor(part) for part in handler[0](value))
+    inside = _held_by(value) if handler is None else handler[0](value)
+    return any(isinstance(item, Tensor) or (depth > 0 and _holds_tensors(item, depth - 1)) for item in inside)
 
 
 def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = True) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -54,7 +55,15 @@ def check_model(model: Any) -> None:
     if not isinstance(model, MultiTaskModel):
         raise ConfigError(
             f"the engine needs a MultiTaskModel, got {type(model).__name__}: "
-            f"MultiTaskModel(trunk, tasks, inputs=...). For a loop without tasks use split_backward."
+            f"MultiTaskModel(trunk, tasks, inputs=...), not wrapped or compiled (compile=True does that by "
+            f"node). For a loop without tasks use split_backward."
+        )
+    if "forward" in vars(model):
+        warnings.warn(
+            "the model's forward was replaced (by Accelerate with mixed precision, perhaps), but the engine "
+            "runs its nodes and doesn't call it. Choose precision= here instead, or enter the autocast "
+            "around the engine.",
+            stacklevel=3,
         )
 
 
@@ -65,6 +74,13 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
         raise OptimizerError(
             f"{type(optimizer).__name__}.step needs a closure, which would run the model several times in a "
             f"step. Use an optimizer that steps from gradients."
+        )
+    accelerated = getattr(optimizer, "gradient_state", None)
+    if accelerated is not None and getattr(accelerated, "num_steps", 1) > 1:
+        raise OptimizerError(
+            f"Accelerate steps this optimizer every {accelerated.num_steps} backwards only, and divides "
+            f"losses by that. A window is accumulated already: set gradient_accumulation_steps=1, and give "
+            f"larger windows."
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tasks = model.tasks_by_name()

@@ -209,8 +209,9 @@ class Engine:
         """Add the window's gradient to ``.grad`` and don't step, for loops owned by others.
 
         It adds to what is there: two calls add two means, each over its own window. For one mean over
-        several batches give them as one window. With a scaler the gradients are scaled, and unscaling,
-        stepping and looking for values that aren't finite are left to the loop.
+        several batches give them as one window. Gradients that are there already are set aside until the
+        new ones are complete, so that there are two sets of them meanwhile. With a scaler the gradients
+        are scaled, and unscaling, stepping and looking for values that aren't finite are left to the loop.
 
         Raises:
             LabelError, TaskError: as in ``step``; the gradients are then as they were before.

@@ -13,7 +13,7 @@ from torch import nn
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import MultiTaskModel
 
-_SLICE = re.compile(r"([^\[\]]+)\[(-?\d+)?(:)?(-?\d+)?\]")
+_SLICE = re.compile(r"([^\[\]]+)\[(?:(-?\d+)|(-?\d+)?(:)(-?\d+)?|)\]")
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ def _sliced(pattern: str) -> tuple[str, tuple[int | None, int | None] | None]:
                 f"or 'trunk.layer3[2]'; got {pattern!r}."
             )
         return pattern, None
-    name, start, colon, stop = match.groups()
-    if not colon:
-        if start is None:
-            raise ConfigError(
-                f"recompute: {pattern!r} has empty brackets; write a run as in 'trunk.layer3[0:3]'."
-            )
-        return name, (int(start), None if int(start) == -1 else int(start) + 1)
+    name, index, start, colon, stop = match.groups()
+    if index is not None:
+        return name, (int(index), None if int(index) == -1 else int(index) + 1)
+    if colon is None:
+        raise ConfigError(
+            f"recompute: {pattern!r} has empty brackets; write a run as in 'trunk.layer3[0:3]'."
+        )
     return name, (None if start is None else int(start), None if stop is None else int(stop))
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mtaccum.engine.parts import Part, find_parts
 from mtaccum.engine.replay import Replay
-from mtaccum.errors import InplaceError
+from mtaccum.errors import InplaceError, MtaccumError, TaskError
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.structure import map_tensors, tensors_of
 
@@ -51,7 +51,8 @@ def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Wa
         def once(*tensors: Tensor) -> Any:
             following = iter(tensors)
             args, kwargs = map_tensors(shell, lambda _: next(following), strict=False)
-            return function(*args, **kwargs)
+            with watch.explaining(name):
+                return function(*args, **kwargs)
 
         replay = Replay()
 
@@ -109,6 +110,21 @@ class Watch:
             for run in runs:
                 if run.ended and run.wrote:
                     raise InplaceError(_message(run.name, "has inputs that were written into after it ran"))
+
+    @contextmanager
+    def explaining(self, name: str) -> Iterator[None]:
+        """Say of an error in a second run that the first one went well."""
+        try:
+            yield
+        except MtaccumError:
+            raise
+        except Exception as error:
+            if not self._repeats or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise TaskError(
+                f"{name!r} failed when it ran again, and had not at first: {error}. Its forward must do the "
+                f"same each time it is given the same; a cache that it fills does not (use_cache=False)."
+            ) from error
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -204,7 +220,7 @@ class Recompute:
             self._warned |= unused
             warnings.warn(
                 f"recompute: {', '.join(sorted(unused))} did not run as a module of its own, so recomputing "
-                f"it has no effect. Name what its parent calls, or the parent.",
+                f"it has no effect. Name what its parent calls ('{min(unused)}.*', perhaps), or the parent.",
                 stacklevel=stacklevel + 1,
             )
 

@@ -231,7 +231,8 @@ def named_errors(where: Callable[[], str]) -> Iterator[None]:
     except (InplaceError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise TaskError(f"{where()}: {error}") from error
+        kind = f"{type(error).__name__}: " if isinstance(error, LookupError | AssertionError) else ""
+        raise TaskError(f"{where()}: {kind}{error}") from error
 
 
 def _check_names(trunk: nn.Module | None, tasks: Mapping[str, Task], necks: Mapping[str, Neck]) -> None:

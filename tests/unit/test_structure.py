@@ -167,8 +167,9 @@ def test_detach_drops_the_graph_and_shares_the_storage() -> None:
         lambda x: {x},
         lambda x: collections.deque([x]),
         lambda x: Opaque(Opaque(x)),
+        lambda x: Opaque([Opaque({"keys": Opaque((x, 1))})]),
     ],
-    ids=["attribute", "slot", "nest in an attribute", "set", "deque", "object in an object"],
+    ids=["attribute", "slot", "nest in an attribute", "set", "deque", "object in an object", "as in a cache"],
 )
 def test_an_object_that_hides_tensors_is_refused_by_its_type(make: Any) -> None:
     hidden = make(torch.zeros(2))
