@@ -56,6 +56,12 @@ def _pack_mapping(value: Any, parts: Sequence[Any]) -> Any:
     return clone
 
 
+def _pack_list(value: Any, parts: Sequence[Any]) -> Any:
+    clone = copy.copy(value)  # keeps the type and its attributes
+    clone[:] = parts
+    return clone
+
+
 def _pack_tuple(value: Any, parts: Sequence[Any]) -> Any:
     make = getattr(type(value), "_make", type(value))
     return make(parts)
@@ -75,7 +81,7 @@ def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
     if isinstance(value, tuple):
         return list, _pack_tuple
     if isinstance(value, list):
-        return list, lambda v, parts: type(v)(parts)
+        return list, _pack_list
     return None
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from mtaccum import Classification, MultiTaskModel, Neck, Regression, Segmentation, Task
+from mtaccum.batch import Inputs
+from mtaccum.structure import detach
 
 SCHEDULE_NAMES = ("summed", "sequential", "split")
 
@@ -287,24 +289,23 @@ class Reference:
 
 def joint_reference(model: MultiTaskModel, window: Sequence[Any]) -> Reference:
     """Forward of all micro-batches, sum over tasks of weight * (sum of label losses) / (their number), and
-    one backward, on a copy of the model. Draws random numbers as one pass of each node does."""
+    one backward, on a copy of the model. Draws random numbers as one pass of each node does, depth first."""
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    tasks = model.tasks_by_name()
+    tasks = {name: task for name, task in model.tasks_by_name().items() if _runs(task)}
     counts = {name: [float(task.count(batch)) for batch in window] for name, task in tasks.items()}
     _correct_momentum(model, counts)
     sums: dict[str, Tensor] = {}
     for index, batch in enumerate(window):
         features = {"inputs": model.inputs(batch)}
-        for name, task in tasks.items():
-            if task.weight == 0 or counts[name][index] == 0:
-                continue
-            prediction = task(_ask(model, name, features), batch)
-            label_losses = task.loss(prediction, batch) * counts[name][index]
-            sums[name] = sums[name] + label_losses if name in sums else label_losses
+        for name in _depth_first(model, [name for name in tasks if counts[name][index]]):
+            given, task = _ask(model, name, features), _running(tasks[name])
+            loss = _total(task.loss(task(given, batch), batch)) * counts[name][index]
+            sums[name] = sums[name] + loss if name in sums else loss
     means = {name: total / sum(counts[name]) for name, total in sums.items()}
-    if means:
-        torch.stack([tasks[name].weight * mean for name, mean in means.items()]).sum().backward()
+    joint = sum((tasks[name].weight * mean for name, mean in means.items()), start=torch.zeros(()))
+    if joint.requires_grad:
+        joint.backward()
     return Reference(
         {name: parameter.grad for name, parameter in model.named_parameters()},
         {name: mean.detach() for name, mean in means.items()},
@@ -312,10 +313,41 @@ def joint_reference(model: MultiTaskModel, window: Sequence[Any]) -> Reference:
     )
 
 
+def _runs(task: Task) -> bool:
+    return task.mode != "off" and task.weight > 0
+
+
+def _running(module: nn.Module) -> Any:
+    """What of a node runs: a throwaway copy, if the node is not to learn and its buffers not to move."""
+    parameters = list(module.parameters())
+    idle = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    if idle or getattr(module, "mode", "") == "frozen":
+        return copy.deepcopy(module).requires_grad_(False)
+    return module
+
+
+def _depth_first(model: MultiTaskModel, tasks: Sequence[str]) -> list[str]:
+    """Tasks in the order in which a walk down the tree meets them, child by child in the tasks' order."""
+    met: dict[tuple[str, ...], int] = {}
+    for name in tasks:
+        for depth in range(1, len(model.paths[name]) + 1):
+            met.setdefault(model.paths[name][:depth], len(met))
+    return sorted(
+        tasks, key=lambda name: [met[model.paths[name][: d + 1]] for d in range(len(model.paths[name]))]
+    )
+
+
+def _total(loss: Any) -> Tensor:
+    """A loss of named parts is their sum; a plain number is a constant."""
+    if isinstance(loss, Mapping):
+        return sum((_total(part) for part in loss.values()), start=torch.zeros(()))
+    return torch.as_tensor(loss).reshape(())
+
+
 def _correct_momentum(model: MultiTaskModel, counts: Mapping[str, Sequence[float]]) -> None:
     """Running statistics move per window as far as they do per batch without accumulation."""
     for node in ("trunk", *model.necks, *model.tasks):
-        below = [n for name, n in counts.items() if node in model.paths[name] and model.task(name).weight > 0]
+        below = [n for name, n in counts.items() if node in model.paths[name]]
         passes = sum(any(micro_batch) for micro_batch in zip(*below, strict=True))
         if passes > 1 and (node != "trunk" or model.trunk is not None):
             for layer in model.node(node).modules():
@@ -328,9 +360,15 @@ def _ask(model: MultiTaskModel, name: str, features: dict[str, Any]) -> Any:
     for source in sorted(model.sources(name), key=lambda node: len(model.paths[node])):
         if source not in features:
             module = model.trunk if source == "trunk" else model.necks[source]
-            features[source] = module(_ask(model, source, features))
+            features[source] = _call(_running(module), _ask(model, source, features))
     given = [features[source] for source in model.sources(name)]
+    if getattr(model.node(name), "mode", "") == "detached":  # from nodes; inputs that want a gradient get it
+        given = [f if s == "inputs" else detach(f) for s, f in zip(model.sources(name), given, strict=True)]
     return given[0] if len(given) == 1 else tuple(given)
+
+
+def _call(module: nn.Module, given: Any) -> Any:
+    return module(**given) if isinstance(given, Inputs) else module(given)
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -109,8 +109,14 @@ def check_hooks(model: MultiTaskModel) -> None:
             )
 
 
-def check_half(model: MultiTaskModel, scaler: Any) -> None:
-    """Refuse to scale the losses of parameters that PyTorch can't unscale."""
+def check_precision(model: MultiTaskModel, precision: str, scaler: Any) -> None:
+    """Refuse to cast what autocast leaves alone, and to scale what PyTorch can't unscale."""
+    types = {parameter.dtype for parameter in model.parameters()}
+    if precision != "fp32" and types == {torch.float64}:
+        raise ConfigError(
+            f"precision={precision!r} has no effect: autocast leaves parameters in float64 alone. Use "
+            f"model.float(), or precision='fp32'."
+        )
     half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
     if scaler is not None and half:
         raise ConfigError(

@@ -17,12 +17,12 @@ from mtaccum.batch import to_device
 from mtaccum.engine.bind import bind
 from mtaccum.engine.checks import (
     check_choice,
-    check_half,
     check_hooks,
     check_model,
     check_nothing_for_step,
     check_optimizer,
     check_positive,
+    check_precision,
     check_window,
 )
 from mtaccum.engine.compiled import Compiled, units
@@ -130,7 +130,7 @@ class Engine:
                     "your loop steps with, or a backward= that scales."
                 )
         self._precision = Precision(precision, scaler)
-        check_half(model, scaler)
+        check_precision(model, precision, scaler)
         check_norms(model, batchnorm)
         self.model = model
         self.optimizer = optimizer
@@ -143,17 +143,21 @@ class Engine:
         self.batchnorm = batchnorm
         self.steps = 0
         self.skips = Skips(on_nonfinite, max_skipped)
-        self._recompute = Recompute(model, recompute)
-        options = dict(compile) if isinstance(compile, Mapping) else {}
-        self._compiled = Compiled([] if compile is False else units(model, self._recompute.parts), options)
+        self._build(recompute, compile)
         if batchnorm == "sync":  # last: an engine that is refused has changed nothing
             synchronise_norms(model, stacklevel=2)
-            self._recompute = Recompute(model, recompute)
+            self._build(recompute, compile)
         self._inexactness = Inexactness(
             model, freezes=batchnorm == "freeze", repeats=schedule == "sequential"
         )
         self._warned_of_dropped = False
         self._checked: tuple[tuple[str, bool], ...] = ()
+
+    def _build(self, recompute: Sequence[str], compile: bool | Mapping[str, Any]) -> None:
+        """What runs in place of the modules' own forwards."""
+        self._recompute = Recompute(self.model, recompute)
+        modules = [] if compile is False else units(self.model, self._recompute.parts)
+        self._compiled = Compiled(modules, dict(compile) if isinstance(compile, Mapping) else {})
 
     def step(self, window: Sequence[Any]) -> StepResult:
         """One optimizer step from a window of micro-batches. Afterwards every ``.grad`` is None.

@@ -115,7 +115,8 @@ def _part(name: str, node: str, module: nn.Module, children: tuple[int | None, i
                 f"its parts: '{name}.*'."
             )
         return Part(name, node, module)
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+    own = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
+    if not isinstance(module, nn.Sequential) or own:
         raise ConfigError(
             f"recompute: {name!r} is a {type(module).__name__}; only the children of a torch.nn.Sequential "
             f"run one after the other. Name a child: '{name}.NAME'."

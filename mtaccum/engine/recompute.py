@@ -184,7 +184,7 @@ class Recompute:
 
     def __init__(self, model: MultiTaskModel, patterns: Sequence[str]) -> None:
         self.parts = find_parts(model, patterns)
-        self._nodes = [model.own_modules()[node] for node in dict.fromkeys(part.node for part in self.parts)]
+        self._nodes = [model.node(name) for name in dict.fromkeys(part.node for part in self.parts)]
         self._watch = Watch()
         self._warned: set[str] = set()
 
@@ -194,7 +194,7 @@ class Recompute:
         runs: dict[int, list[Part]] = {}
         with ExitStack() as stack:
             stack.callback(self._watch.clear)
-            for node in dict.fromkeys(self._nodes):
+            for node in self._nodes:
                 hook = node.register_forward_hook(lambda *_: self._watch.node_ends())
                 stack.callback(hook.remove)
             for part in self.parts:

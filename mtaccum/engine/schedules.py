@@ -156,9 +156,9 @@ def _explained_backward() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise TaskError(
-            f"a recomputed part did not do the same when it ran again: {first_line(error)} Its forward must "
-            f"depend on nothing but its inputs, parameters, buffers and random numbers of PyTorch, NumPy and "
-            f"Python. Recompute another part."
+            f"a recomputed part, or a checkpoint of your own, did not do the same when it ran again: "
+            f"{first_line(error)} Its forward must depend on nothing but its inputs, parameters, buffers and "
+            f"random numbers of PyTorch, NumPy and Python. Recompute another part."
         ) from error
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):

@@ -69,13 +69,13 @@ def test_norms_and_biases_decay_if_told_to(prepared: Callable[..., Run]) -> None
 
 @pytest.mark.parametrize(("scale", "factor"), [("none", 1), ("sqrt", 2**0.5), ("linear", 2)])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_learning_rate_follows_the_batch_and_not_k(
+def test_the_learning_rate_follows_the_batch_and_not_k_n10(
     prepared: Callable[..., Run], scale: str, factor: float, accumulate: int
 ) -> None:
-    base = [] if scale == "none" else ["lr_schedule.base_batch_size=4"]
+    # none is the default
+    asked = [] if scale == "none" else [f"lr_schedule.scale={scale}", "lr_schedule.base_batch_size=4"]
     run = prepared(
-        f"lr_schedule.scale={scale}",
-        *base,
+        *asked,
         f"accumulate={accumulate}",
         "optimizer.lr=0.01",
         "optimizer.groups={cls: {lr: 0.1}}",

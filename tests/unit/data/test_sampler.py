@@ -38,8 +38,10 @@ def test_batch_of_64_in_5() -> None:
     assert [len(micro_batch) for micro_batch in window] == [13, 13, 13, 13, 12]
 
 
-def test_no_window_is_dropped_n5() -> None:
-    assert [len(window) for window in windows(range(7), group=4)] == [4, 3]
+def test_the_short_batch_at_the_end_is_a_window_of_its_own_n5() -> None:
+    found = epoch(MicroBatchSampler(27, 8, 4))
+    assert [[len(micro_batch) for micro_batch in window] for window in found] == [[2] * 4] * 3 + [[2, 1]]
+    assert sorted(sum(sum(found, []), [])) == list(range(27))
 
 
 def test_1000_samples_in_batches_of_10_and_k_2() -> None:

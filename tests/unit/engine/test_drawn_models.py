@@ -1,35 +1,58 @@
-"""Drawn trees, windows, missing labels, modes and schedules against the joint double reference."""
+"""Drawn trees, windows, missing labels, modes, schedules and recomputed parts against the joint double
+reference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
+from helpers import (
+    SCHEDULE_NAMES,
+    assert_close_gradients,
+    assert_equal_states,
+    joint_reference,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from mtaccum import Engine, MultiTaskModel, Neck, Task
 
 WIDTH = 5
 
+# How much of a task's labels a micro-batch lacks; or it has no such entry, or None there.
+MISSING: tuple[float | str, ...] = (0.0, 0.0, 0.0, 0.4, 0.4, 1.0, "absent", "none")
+
+# What may be recomputed of a node: all of it, or modules in it.
+TRUNK_PARTS = ("", ".linear", ".norm")
+NECK_PARTS = ("", ".linear", ".drop")
+HEAD_PARTS = ("", ".mix", ".mix.norm", ".out")
+
 
 @dataclass(frozen=True)
 class Drawn:
     """What hypothesis chose. Necks and tasks: the indices of the nodes that each is on, where node 0 is the
-    trunk, and node i + 1 the neck i."""
+    trunk, and node i + 1 the neck i; ``containers``, ``recompute`` (of a node, which of its parts) and
+    ``ties`` (pairs of nodes) go by nodes, with the tasks behind the necks."""
 
     necks: list[list[int]]
     tasks: list[list[int]]
     modes: list[str]
     weights: list[float]
     sizes: list[int]
-    missing: list[list[float]]
+    missing: list[list[float | str]]
     norm: bool
+    batchnorm: str
+    dropout: float
     trunk: bool
     trunk_learns: bool
+    containers: list[str]
+    in_parts: list[bool]
+    recompute: list[tuple[int, int]]
+    ties: list[tuple[int, int]]
     seed: int
 
 
@@ -47,81 +70,140 @@ def drawn(draw: st.DrawFn) -> Drawn:
         path, on = sources()
         necks.append(on)
         paths.append([*path, index + 1])
-    tasks = [sources()[1] for _ in range(draw(st.integers(1, 4)))]
+    tasks = [sources()[1] for _ in range(draw(st.sampled_from([2, 3, 4, 1])))]
     count, micro_batches = len(tasks), draw(st.integers(1, 5))
+    nodes = st.integers(0, len(necks) + count)
     return Drawn(
         necks,
         tasks,
-        [draw(st.sampled_from(["train", "train", "frozen", "detached", "off"])) for _ in range(count)],
-        [draw(st.sampled_from([0.0, 0.3, 1.0, 2.0])) for _ in range(count)],
-        [draw(st.integers(2, 5)) for _ in range(micro_batches)],
-        [[draw(st.sampled_from([0.0, 0.4, 1.0])) for _ in range(micro_batches)] for _ in range(count)],
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.booleans()),
+        [
+            draw(st.sampled_from(["train", "train", "train", "frozen", "detached", "off"]))
+            for _ in range(count)
+        ],
+        [draw(st.sampled_from([1.0, 0.3, 2.0, 1.0, 0.1, 0.0])) for _ in range(count)],
+        [draw(st.sampled_from([2, 3, 4, 5, 3, 0])) for _ in range(micro_batches)],
+        [[draw(st.sampled_from(MISSING)) for _ in range(micro_batches)] for _ in range(count)],
+        draw(st.sampled_from([True, True, False])),
+        draw(st.sampled_from(["keep", "keep", "freeze"])),
+        draw(st.sampled_from([0.3, 0.0])),
+        draw(st.sampled_from([True, True, True, False])),
+        draw(st.sampled_from([True, True, True, False])),
+        [draw(st.sampled_from(sorted(CONTAINERS))) for _ in range(len(necks) + 1)],
+        [draw(st.booleans()) for _ in range(count)],
+        draw(
+            st.lists(
+                st.tuples(nodes, st.integers(0, 3)), min_size=draw(st.sampled_from([1, 0, 2])), max_size=3
+            )
+        ),
+        draw(st.lists(st.tuples(nodes, nodes), max_size=2)),
         draw(st.integers(0, 10**6)),
     )
 
 
+# --- features ---------------------------------------------------------------------------------------------
+
+
+class Named(NamedTuple):
+    x: Tensor
+    n: int
+    halves: Tensor
+
+
+@dataclass
+class Fields:
+    x: Tensor
+    halves: Tensor
+    none: None = None
+
+
+# How a node's two tensors, one of which is a view of the other, are put into its features, and taken out.
+CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "dict": (lambda x, h: {"x": x, "n": 3, "halves": h}, lambda f: (f["x"], f["halves"])),
+    "tuple": (lambda x, h: (x, None, h, x), lambda f: (f[3], f[2])),
+    "list": (lambda x, h: [[x], h, "text"], lambda f: (f[0][0], f[1])),
+    "named tuple": (lambda x, h: Named(x, 1, h), lambda f: (f.x, f.halves)),
+    "dataclass": (lambda x, h: Fields(x, h), lambda f: (f.x, f.halves)),
+    "nest": (
+        lambda x, h: {"a": (Fields(x, h), 2), "b": [x, {"h": h}]},
+        lambda f: (f["a"][0].x * f["a"][1] - f["b"][0], f["b"][1]["h"]),
+    ),
+    "tensor": (lambda x, h: x, lambda f: (f, f[:, : WIDTH // 2 + 1])),
+}
+
+
 class Mix(nn.Module):
-    """Concatenates the features it gets and returns a dict with a tensor, an integer and a view."""
+    """Concatenates the features that it gets, each from its kind of container, and returns its own kind."""
 
-    def __init__(self, inputs: int, norm: bool) -> None:
+    def __init__(self, case: Drawn, given: list[str], container: str) -> None:
         super().__init__()
-        self.linear = nn.Linear(inputs * WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.linear = nn.Linear(len(given) * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if case.norm else nn.Identity()
+        self.drop = nn.Dropout(case.dropout)
+        self.given, self.container = given, container
 
-    def forward(self, features: Any) -> dict[str, Any]:
-        parts = features if isinstance(features, tuple) else (features,)
-        tensors = [
-            part["x"] + part["halves"].repeat(1, 2)[:, :WIDTH] if isinstance(part, dict) else part
-            for part in parts
-        ]
-        x = self.norm(self.linear(torch.cat(tensors, dim=1)).tanh())
-        return {"x": x, "n": 3, "halves": x[:, : WIDTH // 2 + 1]}
+    def forward(self, features: Any) -> Any:
+        parts = features if len(self.given) > 1 else (features,)
+        tensors = []
+        for part, kind in zip(parts, self.given, strict=True):
+            x, halves = CONTAINERS[kind][1](part)
+            tensors.append(x + halves.repeat(1, 2)[:, :WIDTH])
+        x = self.drop(self.norm(self.linear(torch.cat(tensors, dim=1)).tanh()))
+        return CONTAINERS[self.container][0](x, x[:, : WIDTH // 2 + 1])
 
 
 class Head(nn.Module):
-    def __init__(self, inputs: int, norm: bool) -> None:
+    def __init__(self, case: Drawn, given: list[str]) -> None:
         super().__init__()
-        self.mix, self.out = Mix(inputs, norm), nn.Linear(WIDTH, 1)
+        self.mix, self.out = Mix(case, given, "tensor"), nn.Linear(WIDTH, 1)
 
     def forward(self, features: Any) -> Tensor:
-        return self.out(self.mix(features)["x"])[:, 0]
+        return self.out(self.mix(features))[:, 0]
 
 
 class Square(Task):
-    """Mean squared error over the targets that aren't NaN."""
+    """Mean squared error over the targets that aren't NaN; in named parts where asked for."""
 
-    def loss(self, prediction: Tensor, batch: Any) -> Tensor:
+    def __init__(self, head: nn.Module, target: str, in_parts: bool, **settings: Any) -> None:
+        super().__init__(head, target, **settings)
+        self.in_parts = in_parts
+
+    def loss(self, prediction: Tensor, batch: Any) -> Any:
         target = batch[self.target]
         valid = ~target.isnan()
         errors = torch.where(valid, prediction, 0) - torch.where(valid, target, 0)
-        return errors.square().sum() / valid.sum()
+        loss = errors.square().sum() / valid.sum()
+        return {"third": loss / 3, "rest": {"rest": loss * 2 / 3, "constant": 0.5}} if self.in_parts else loss
 
-    def count(self, batch: Any) -> Tensor:
-        return (~batch[self.target].isnan()).sum()
+    def count(self, batch: Any) -> Tensor | int:
+        target = batch.get(self.target)
+        return 0 if target is None else (~target.isnan()).sum()
+
+
+# --- models and windows -----------------------------------------------------------------------------------
 
 
 def build(case: Drawn) -> MultiTaskModel:
+    def given(on: list[int]) -> list[str]:
+        return ["tensor" if node == 0 and not case.trunk else case.containers[node] for node in on]
+
     torch.manual_seed(case.seed)
     names = ["trunk", *(f"neck{i}" for i in range(len(case.necks)))]
-    inputs = [len(on) for on in case.necks]
     necks = {
-        names[i + 1]: Neck(Mix(inputs[i], case.norm), on=tuple(names[n] for n in on))
+        names[i + 1]: Neck(Mix(case, given(on), case.containers[i + 1]), on=tuple(names[n] for n in on))
         for i, on in enumerate(case.necks)
     }
     tasks = {
         f"task{i}": Square(
-            Head(len(on), case.norm),
+            Head(case, given(on)),
             f"y{i}",
+            case.in_parts[i],
             weight=case.weights[i],
             on=tuple(names[n] for n in on),
             mode=case.modes[i],
         )
         for i, on in enumerate(case.tasks)
     }
-    used = {names[0]}  # a neck that feeds no task is refused
+    used = {names[0]}  # a neck that feeds no task is warned of
     pending = [n for on in case.tasks for n in on]
     while pending:
         node = pending.pop()
@@ -129,96 +211,71 @@ def build(case: Drawn) -> MultiTaskModel:
             pending += case.necks[node - 1]
         used.add(names[node])
     necks = {name: neck for name, neck in necks.items() if name in used}
-    trunk = Mix(1, case.norm) if case.trunk else None
+    trunk = Mix(case, ["tensor"], case.containers[0]) if case.trunk else None
+    model = MultiTaskModel(trunk, tasks, inputs="x", necks=necks).double()
+    linears = {
+        name: module.mix.linear if isinstance(module, Head) else module.linear
+        for name, module in model.own_modules().items()
+    }
+    order = [*names, *tasks]
+    for one, other in case.ties:
+        tied = [linears[order[node]] for node in (one, other) if order[node] in linears]
+        if len(tied) == 2 and tied[0].weight.shape == tied[1].weight.shape:
+            tied[1].weight = tied[0].weight
     if trunk is not None:
         trunk.requires_grad_(case.trunk_learns)
-    return MultiTaskModel(trunk, tasks, inputs="x", necks=necks).double()
+    return model
 
 
-def window_of(case: Drawn) -> list[dict[str, Tensor]]:
+def recompute_of(case: Drawn, model: MultiTaskModel) -> list[str]:
+    """Names of nodes and of modules in them, as far as the model has them."""
+    order = ["trunk", *(f"neck{i}" for i in range(len(case.necks))), *model.tasks]
+    names = []
+    for node, part in case.recompute:
+        parts = TRUNK_PARTS if node == 0 else NECK_PARTS if node <= len(case.necks) else HEAD_PARTS
+        if order[node] in model.own_modules():
+            names.append(order[node] + parts[part % len(parts)])
+    return names
+
+
+def window_of(case: Drawn) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(case.seed)
     window = []
     for index, size in enumerate(case.sizes):
-        batch = {"x": torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)}
+        batch: dict[str, Any] = {"x": torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)}
         for task, missing in enumerate(case.missing):
             target = torch.randn(size, generator=generator, dtype=torch.float64)
-            absent = torch.rand(size, generator=generator) < missing[index]
-            batch[f"y{task}"] = target.masked_fill(absent, torch.nan)
+            share = missing[index]
+            if share == "none":
+                batch[f"y{task}"] = None
+            elif not isinstance(share, str):
+                absent = torch.rand(size, generator=generator) < share
+                batch[f"y{task}"] = target.masked_fill(absent, torch.nan)
         window.append(batch)
     return window
 
 
-def joint_gradients(model: MultiTaskModel, window: list[dict[str, Tensor]]) -> dict[str, Tensor | None]:
-    """One forward of everything, one backward: the contract, written down without the engine."""
-    tasks = {n: t for n, t in model.tasks_by_name().items() if t.mode != "off" and t.weight > 0}
-    totals = {name: sum(int(task.count(batch)) for batch in window) for name, task in tasks.items()}
-    loss = torch.zeros((), dtype=torch.float64)
-    for batch in window:
-        features: dict[str, Any] = {"inputs": batch["x"]}
-
-        def given(name: str, features: dict[str, Any] = features) -> Any:
-            for source in model.sources(name):
-                if source not in features:
-                    features[source] = model.node(source)(given(source))
-            parts = tuple(features[source] for source in model.sources(name))
-            return parts[0] if len(parts) == 1 else parts
-
-        for name, task in tasks.items():
-            count = int(task.count(batch))
-            if count == 0:
-                continue
-            parts = given(name)
-            if task.mode == "detached":
-                parts = _detached(parts)
-            weights = {k: v.detach() for k, v in task.named_parameters()} if task.mode == "frozen" else {}
-            prediction = functional_call(task, weights, (parts, batch))
-            loss = loss + task.weight * task.loss(prediction, batch) * count / totals[name]
-    if loss.requires_grad:
-        loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    return gradients
-
-
-def _detached(parts: Any) -> Any:
-    if isinstance(parts, tuple):
-        return tuple(map(_detached, parts))
-    if isinstance(parts, dict):
-        return {key: _detached(value) for key, value in parts.items()}
-    return parts.detach() if isinstance(parts, Tensor) else parts
-
-
+@pytest.mark.filterwarnings("ignore:.*is frozen, so its running statistics stay")
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(drawn(), st.sampled_from(["summed", "sequential", "split"]))
-def test_gradients_are_those_of_the_joint_backward(case: Drawn, schedule: str) -> None:
-    window = window_of(case)
-    expected = joint_gradients(build(case), window)
-    model = build(case)
+@given(drawn(), st.sampled_from(sorted(SCHEDULE_NAMES)))
+def test_a_window_does_what_the_joint_backward_does(case: Drawn, schedule: str) -> None:
+    window, model = window_of(case), build(case)
+    frozen = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and case.batchnorm == "freeze"]
+    start = torch.get_rng_state()
+    for layer in frozen:
+        layer.eval()
+    reference = joint_reference(model, window)
+    for layer in frozen:
+        layer.train()
+    after_reference = torch.get_rng_state()
 
-    Engine(model, schedule=schedule).accumulate(window)
+    torch.set_rng_state(start)
+    engine = Engine(model, schedule=schedule, batchnorm=case.batchnorm, recompute=recompute_of(case, model))
+    result = engine.accumulate(window)
 
-    nodes: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is None) == (expected[name] is None), name
-        if parameter.grad is not None:
-            nodes.setdefault(".".join(name.split(".")[:2]), []).append(name)
-    found = dict(model.named_parameters())
-    for names in nodes.values():
-        norm = torch.stack([expected[name].norm() for name in names]).norm()  # type: ignore[union-attr]
-        for name in names:
-            difference = found[name].grad - expected[name]  # type: ignore[operator]
-            assert difference.norm() <= 1e-12 * norm + 1e-300, name
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(drawn())
-def test_buffers_are_those_of_one_pass_in_every_schedule(case: Drawn) -> None:
-    window = window_of(case)
-    states = []
-    for schedule in ("summed", "sequential", "split"):
-        model = build(case)
-        Engine(model, schedule=schedule).accumulate(window)
-        states.append(dict(model.named_buffers()))
-    for name, value in states[0].items():
-        for other in states[1:]:
-            assert torch.equal(value, other[name]), name
+    assert_close_gradients(model, reference, 1e-12)
+    assert_equal_states(dict(model.named_buffers()), reference.buffers)
+    assert torch.equal(torch.get_rng_state(), after_reference)
+    assert result.losses.keys() == reference.losses.keys()
+    for name, loss in result.losses.items():
+        assert loss.item() == pytest.approx(reference.losses[name].item(), rel=1e-12)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SCHEDULE_NAMES, Squared
+from helpers import SCHEDULE_NAMES, Squared, assert_close_gradients, joint_reference
 from torch import Tensor, nn
 
 from mtaccum import (
@@ -250,6 +250,14 @@ def test_exact_counts_and_a_peak_that_does_not_grow_with_k_g4(schedule: str) -> 
     assert eight <= one + gradients + few
     activations = one - gradients
     assert activations > gradients, "the activations were to matter"
+
+    # and the gradient is that of the whole batch, of which micro-batches hold unequally many labels
+    model.zero_grad()
+    whole = {"x": torch.rand(32, 64), "y": torch.randint(0, 5, (32,))}
+    whole["y"][:7] = -100
+    reference = joint_reference(model, [whole])
+    engine.accumulate(split_batch(whole, 8))
+    assert_close_gradients(model, reference, 1e-5)
 
 
 def test_a_step_returns_to_the_bytes_it_started_from_g5() -> None:

@@ -38,6 +38,7 @@ from mtaccum import (
     split_backward,
     split_batch,
 )
+from mtaccum.structure import tensors_of
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 
@@ -340,6 +341,41 @@ def test_features_and_batch_die_with_their_micro_batch_g6(schedule: str) -> None
     assert alive == [0] * 4
 
 
+class Elsewhere:
+    """A micro-batch that lies on another device: moving it makes new tensors, which are watched."""
+
+    def __init__(self, samples: int, moved: list[weakref.ref[Tensor]], alive: list[int]) -> None:
+        self.x = torch.rand(samples, 3)
+        self.moved, self.alive = moved, alive
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def to(self, _device: torch.device) -> Elsewhere:
+        self.alive.append(sum(ref() is not None for ref in self.moved))
+        there = Elsewhere(0, self.moved, self.alive)
+        there.x = self.x.clone()
+        self.moved.append(weakref.ref(there.x))
+        return there
+
+
+@schedules
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_a_micro_batch_is_moved_when_its_turn_comes_and_the_one_before_is_gone_g6(schedule: str) -> None:
+    moved: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    model = MultiTaskModel(
+        nn.Linear(3, 4), {"a": Squared(nn.Linear(4, 2)), "b": Squared(nn.Linear(4, 2))}, inputs="x"
+    )
+    model.trunk.register_forward_pre_hook(lambda *_: alive.append(sum(ref() is not None for ref in moved)))
+
+    Engine(model, schedule=schedule).accumulate([Elsewhere(n, moved, alive) for n in (2, 3, 1)])
+
+    passes = 2 if schedule == "sequential" else 1
+    assert alive == [0, *[1] * passes] * 3
+    assert [ref() for ref in moved] == [None] * 3
+
+
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_predictions_die_with_their_last_name() -> None:
     model = awkward_model()
@@ -574,6 +610,21 @@ def test_a_frozen_trunk_runs_without_a_graph_b4(schedule: str) -> None:
     assert "trunk" not in during
     if schedule != "sequential":
         assert len(outputs) == 1
+
+
+@schedules
+def test_no_gradient_is_made_of_the_features_of_a_frozen_trunk_b4(schedule: str) -> None:
+    # it would lead nowhere, and be as large as they are
+    model = awkward_model()
+    model.trunk.requires_grad_(False)
+    given: list[bool] = []
+    for name in ("fpn", "depth", "cls"):
+        model.node(name).register_forward_pre_hook(
+            lambda _m, args: given.extend(tensor.requires_grad for tensor in tensors_of(args[0]))
+        )
+    Engine(model, schedule=schedule).accumulate([awkward_batch(3)])
+    assert len(given) >= 3 * 5
+    assert not any(given)
 
 
 def test_only_detached_tasks_leave_the_trunk_without_a_graph_b4() -> None:

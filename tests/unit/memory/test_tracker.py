@@ -226,7 +226,7 @@ def test_sparse_gradients_count_indices_and_values():
     assert LiveBytes(existing=[table.weight.grad]).current_bytes == 3 * 8 + 3 * 16
 
 
-def test_measure_peak_includes_the_start_and_tells_the_method():
+def test_measure_peak_includes_the_start_and_tells_the_method_g9():
     existing = torch.ones(N)
     report = measure_peak(lambda: (existing * 2).neg(), existing=[existing])
     assert report == PeakReport(3 * B, B, "live tensor bytes")
