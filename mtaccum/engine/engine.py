@@ -178,7 +178,7 @@ class Engine:
         self._check_optimizer_again()
         # the optimizer may hold more than the model, such as learned weights of the losses
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        parameters = list(dict.fromkeys([*self.model.parameters(), *held]))
+        parameters = list({id(p): p for p in [*self.model.parameters(), *held]}.values())
         self._warn_of_dropped(drop_gradients(parameters))
         before = StateBefore(self.model)
         try:

@@ -364,6 +364,17 @@ def run_of(
 
 
 @schedules
+def test_randomness_that_an_operation_fills_in_late_is_replayed_s3(schedule: str) -> None:
+    # RReLU hands its slopes on before it draws them
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(3, 4), nn.RReLU(), nn.Linear(4, 4), nn.RReLU())
+    tasks = {"a": Squared(nn.Linear(4, 2)), "b": Squared(nn.Sequential(nn.Linear(4, 2), nn.RReLU()))}
+    model = MultiTaskModel(trunk, tasks, inputs="x").double()
+    for parts in (["trunk"], ["trunk[0:2]", "trunk[2:4]"], ["trunk.1", "trunk.3", "b"]):
+        assert_same(outcome(model, [X], schedule, parts), outcome(model, [X], schedule))
+
+
+@schedules
 def test_a_recomputed_dropout_drops_the_same_and_draws_nothing_s3(schedule: str) -> None:
     seen: list[Tensor] = []
     dropout = nn.Dropout(0.5)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mtaccum import BatchError, Classification, Engine, MultiTaskModel, Regression, evaluate
+from mtaccum import BatchError, Classification, Engine, MultiTaskModel, NonfiniteError, Regression, evaluate
 from mtaccum.data import MicroBatchSampler
 from mtaccum.training import Trainer, TrainerSettings, load_checkpoint
 
@@ -165,3 +165,63 @@ def test_what_is_logged_holds_no_graph_g5(tmp_path: Path) -> None:
     trainer.fit()
     for _, line in trainer.loggers[0].lines:  # type: ignore[attr-defined]
         assert all(type(value) is float or type(value) is int for value in line.values())
+
+
+# --- steps with values that aren't finite -----------------------------------------------------------------
+
+
+def with_a_bad_batch(folder: Path, batch: int, **engine: Any) -> Trainer:
+    """A trainer of which one batch of the first epoch has an infinite input; data in a fixed order."""
+    trainer = make(folder, total_steps=6)
+    data = samples()
+    for sample in data[batch * 6 : batch * 6 + 6]:
+        sample["x"] = torch.full((4,), float("inf"))
+    sampler = MicroBatchSampler(SAMPLES, 6, shuffle=False)
+    trainer.sampler, trainer.loader = sampler, DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
+    trainer.engine = Engine(
+        trainer.model, trainer.engine.optimizer, lr_scheduler=trainer.engine.lr_scheduler, **engine
+    )
+    return trainer
+
+
+def test_a_step_that_is_not_finite_ends_with_the_state_before_it_saved(tmp_path: Path) -> None:
+    trainer = with_a_bad_batch(tmp_path, batch=2)
+    with pytest.raises(NonfiniteError, match="step 3: the loss of task 'cls' is nan.*inputs in the batch"):
+        trainer.fit()
+    assert trainer.steps == 2
+    state = load_checkpoint(tmp_path / "last.pt")
+    assert state["progress"]["steps"] == 2
+    assert state["progress"]["batches_in_epoch"] == 2, "the batch is still to be trained on"
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(state["model"][name], value)
+        assert value.isfinite().all()
+
+
+def test_skipped_steps_are_counted_and_logged_and_not_trained_n7(tmp_path: Path) -> None:
+    trainer = with_a_bad_batch(tmp_path, batch=2, on_nonfinite="skip")
+    outcome = trainer.fit()
+    assert outcome.steps == 6
+    # each epoch has 4 batches, of which one is bad
+    assert trainer.engine.skips.total == 2
+    assert trainer.engine.lr_scheduler is not None
+    assert trainer.engine.lr_scheduler.last_epoch == 6
+    (notes,) = trainer.loggers
+    assert isinstance(notes, Notes)
+    skipped = {step: line.get("skipped_steps") for step, line in notes.lines if "lr" in line}
+    assert skipped == {1: None, 2: None, 3: 1.0, 4: 1.0, 5: 1.0, 6: 2.0}
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+
+
+def test_an_epoch_of_skipped_steps_is_no_epoch_without_labels(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.engine = Engine(
+        trainer.model, trainer.engine.optimizer, on_nonfinite="skip", max_skipped=6, on_gradients=spoil
+    )
+    with pytest.raises(NonfiniteError, match=r"This is the 6\. skipped step in a row"):
+        trainer.fit()
+
+
+def spoil(model: MultiTaskModel) -> None:
+    parameter = next(model.parameters())
+    assert parameter.grad is not None
+    parameter.grad.fill_(float("nan"))
