@@ -155,6 +155,8 @@ class Engine:
 
     def _build(self, recompute: Sequence[str], compile: bool | Mapping[str, Any]) -> None:
         """What runs in place of the modules' own forwards."""
+        if not isinstance(compile, bool | Mapping):
+            raise ConfigError(f"compile must be True, False or a dict of options, got {compile!r}.")
         self._recompute = Recompute(self.model, recompute)
         modules = [] if compile is False else units(self.model, self._recompute.parts)
         self._compiled = Compiled(modules, dict(compile) if isinstance(compile, Mapping) else {})

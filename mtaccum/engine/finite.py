@@ -27,7 +27,8 @@ BAD_HOOK = "on_gradients left gradients that are not finite"
 def all_finite(values: Sequence[Tensor]) -> bool:
     """Whether all 0-d tensors are finite; the only place in a step that waits for the device."""
     device = values[0].device
-    return bool(torch.stack([value.to(device, torch.float32) for value in values]).isfinite().all())
+    wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no double
+    return bool(torch.stack([value.to(device, wide) for value in values]).isfinite().all())
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -178,5 +179,5 @@ class SearchingLog(LossLog):
 def describe_gradients(parameters: Sequence[nn.Parameter]) -> str:
     """What is wrong with the gradients of a step, before they are dropped."""
     if all(is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None):
-        return "the norm of the gradients is beyond the largest float32, while each of them is finite"
+        return "the gradients are finite, but so large that their norm is not"
     return "a loss or gradient is not finite, but was when the window ran again"

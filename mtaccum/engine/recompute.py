@@ -184,7 +184,8 @@ class Recompute:
 
     def __init__(self, model: MultiTaskModel, patterns: Sequence[str]) -> None:
         self.parts = find_parts(model, patterns)
-        self._nodes = [model.node(name) for name in dict.fromkeys(part.node for part in self.parts)]
+        # all nodes, since a part may be shared by several
+        self._nodes = [model.node(name) for name in model.own_modules()] if self.parts else []
         self._watch = Watch()
         self._warned: set[str] = set()
 

@@ -26,7 +26,7 @@ SHORT = [
 LONGER = ["trainer.max_steps=4", *SHORT[1:]]  # than the one it resumes
 
 # .ci/run executes these in environments of its own. It trains from the installed wheel, and takes PyTorch
-# from the default index where PyTorch's own can't be reached.
+# from the default index, together with torchvision.
 ELSEWHERE = {
     "pip install -e . && python -m mtaccum.train '+tasks=[seg,cls]'",
     "pip install -e '.[test]' && pytest",

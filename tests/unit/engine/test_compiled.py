@@ -428,3 +428,9 @@ def test_a_dict_is_options_and_an_empty_one_means_yes(given: Any) -> None:
     with engine._compiled.running():
         replaced = [name for name, m in engine.model.named_modules() if "forward" in vars(m)]
     assert replaced == ([] if given is False else ["trunk", "tasks.a.head", "tasks.b.head"])
+
+
+@pytest.mark.parametrize("given", [None, "inductor", 1])
+def test_what_is_neither_a_choice_nor_options_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="compile must be True, False or a dict of options"):
+        Engine(small_model(), compile=given)

@@ -633,7 +633,7 @@ def test_a_norm_can_overflow_though_each_gradient_is_finite(schedule: str) -> No
     batch = {"x": torch.ones(1, 40)}  # 41 gradients of 3e38 each: their norm is 2e39
     engine = Engine(model, sgd(model), schedule=schedule, max_grad_norm=1.0)
     before = weights_of(model)
-    with pytest.raises(NonfiniteError, match="norm of the gradients is beyond.*each of them is finite"):
+    with pytest.raises(NonfiniteError, match="gradients are finite, but so large that their norm is not"):
         engine.step([batch])
     assert_equal_states(weights_of(model), before)
 

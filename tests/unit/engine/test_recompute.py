@@ -894,6 +894,25 @@ def test_nothing_that_ran_is_kept_after_a_window_g5(schedule: str) -> None:
     assert [name for name, ref in alive if ref() is not None] == []
 
 
+Alive = list[tuple[str, weakref.ref[Any]]]
+
+
+def kept_between_micro_batches(
+    alive: Alive, trunk: nn.Module, tasks: dict[str, Any], labels: str, schedule: str, parts: list[str]
+) -> list[int]:
+    """How many results of ``Watched`` are alive as each of four micro-batches begins."""
+    seen: list[int] = []
+
+    def inputs(batch: Any) -> Tensor:
+        seen.append(sum(ref() is not None for _, ref in alive))
+        return batch["x"]
+
+    model = MultiTaskModel(trunk, tasks, inputs=inputs)
+    batch = {"x": torch.rand(4, 8), **{task: torch.ones(4) for task in labels}}
+    Engine(model, schedule=schedule, recompute=parts).accumulate([batch] * 4)
+    return seen
+
+
 @pytest.mark.usefixtures("_without_garbage_collection")
 @pytest.mark.parametrize("calls", ["the head", "its layers"])
 @schedules
@@ -904,17 +923,22 @@ def test_nothing_is_kept_from_one_micro_batch_to_the_next_g4(schedule: str, call
         def forward(self, features: Tensor, batch: Any) -> Tensor:
             return self.head[1](self.head[0](features))
 
-    alive: list[tuple[str, weakref.ref[Any]]] = []
+    alive: Alive = []
     kind = Squared if calls == "the head" else Layers
     tasks = {name: kind(nn.Sequential(*(Watched(8, alive, name) for _ in range(2)))) for name in "ab"}
-    seen: list[int] = []
+    trunk = nn.Sequential(*(Watched(8, alive, "trunk") for _ in range(3)))
+    parts = ["trunk", "trunk.1", "a.1", "b.0", "b.1"]
+    assert kept_between_micro_batches(alive, trunk, tasks, "ab", schedule, parts) == [0, 0, 0, 0]
 
-    def inputs(batch: Any) -> Tensor:
-        seen.append(sum(ref() is not None for _, ref in alive))  # as the next micro-batch begins
-        return batch["x"]
 
-    model = MultiTaskModel(Watched(8, alive, "trunk"), tasks, inputs=inputs)
-    Engine(model, schedule=schedule, recompute=["a.1", "b.0", "b.1"]).accumulate(
-        [{"x": torch.rand(4, 8)}] * 4
-    )
-    assert seen == [0, 0, 0, 0]
+@pytest.mark.usefixtures("_without_garbage_collection")
+@pytest.mark.parametrize("labels", ["b", "ab"])
+@schedules
+def test_a_part_that_nodes_share_keeps_nothing_though_one_of_them_is_idle_g4(
+    schedule: str, labels: str
+) -> None:
+    alive: Alive = []
+    shared = Watched(8, alive, "shared")
+    tasks = {n: Squared(nn.Sequential(Watched(8, alive, n), shared), n) for n in "ab"}
+    trunk = Watched(8, alive, "trunk")
+    assert kept_between_micro_batches(alive, trunk, tasks, labels, schedule, ["a.1"]) == [0, 0, 0, 0]
