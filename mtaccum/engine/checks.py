@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import BatchError, ConfigError, OptimizerError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
 
@@ -123,6 +124,25 @@ def check_precision(model: MultiTaskModel, precision: str, scaler: Any) -> None:
             f"{listed(half)}: parameters in float16 can't be trained with a scaler. Keep them in float32 "
             f"(model.float()); precision='fp16' casts where that is safe."
         )
+
+
+def unreached_parameters(model: MultiTaskModel, plan: WindowPlan) -> list[str]:
+    """Trainable parameters without a gradient after a window, in nodes that were to learn from it."""
+    tasks = {name: model.task(name).mode for name, total in plan.totals.items() if total > 0}
+    learning = [
+        model.prefix(node)
+        for node in model.own_modules()
+        if any(
+            mode == "train" or (mode == "detached" if node == name else mode == "frozen")
+            for name, mode in tasks.items()
+            if node in model.paths[name]
+        )
+    ]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None and name.startswith(tuple(learning))
+    ]
 
 
 def check_window(model: MultiTaskModel, window: Sequence[Any]) -> None:

@@ -24,6 +24,7 @@ from mtaccum.engine.checks import (
     check_positive,
     check_precision,
     check_window,
+    unreached_parameters,
 )
 from mtaccum.engine.compiled import Compiled, units
 from mtaccum.engine.finite import (
@@ -44,7 +45,7 @@ from mtaccum.engine.replay import StateBefore, keeping_frozen
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.window import WindowPlan
-from mtaccum.errors import ConfigError, OptimizerError
+from mtaccum.errors import ConfigError, OptimizerError, listed
 from mtaccum.model.tree import ROOT, MultiTaskModel
 
 
@@ -150,7 +151,7 @@ class Engine:
         self._inexactness = Inexactness(
             model, freezes=batchnorm == "freeze", repeats=schedule == "sequential"
         )
-        self._warned_of_dropped = False
+        self._warned_of_dropped = self._looked_for_unreached = False
         self._checked: tuple[tuple[str, bool], ...] = ()
 
     def _build(self, recompute: Sequence[str], compile: bool | Mapping[str, Any]) -> None:
@@ -235,6 +236,7 @@ class Engine:
         log = LossLog(plan)
         self._run(window, plan, log, self.schedule, self._precision.scaled(self.backward))
         self._recompute.warn_unused(self._passes(plan), stacklevel=3)
+        self._warn_of_unreached(plan)
         return log.result()
 
     def _passes(self, plan: WindowPlan) -> dict[str, int]:
@@ -300,6 +302,18 @@ class Engine:
         if learning != self._checked:
             check_optimizer(self.model, self.optimizer)
             self._checked = learning
+
+    def _warn_of_unreached(self, plan: WindowPlan) -> None:
+        """Once, after the first window in which all tasks had labels."""
+        if self._looked_for_unreached or 0 in plan.totals.values():
+            return
+        self._looked_for_unreached = True
+        if names := unreached_parameters(self.model, plan):
+            warnings.warn(
+                f"no gradient reached {len(names)} trainable parameters, although their tasks have run: "
+                f"{listed(names)}. They won't be trained; use them, or requires_grad_(False) them.",
+                stacklevel=4,
+            )
 
     def _warn_of_dropped(self, dropped: int) -> None:
         if dropped and not self._warned_of_dropped:

@@ -1035,3 +1035,34 @@ def test_sparse_embeddings_step_and_add_to_dense_gradients(schedule: str) -> Non
     result = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule).step([batch])
     assert result.grad_norm is not None
     assert result.grad_norm > 0
+
+
+# --- parameters that nothing reaches ----------------------------------------------------------------------
+
+
+def test_trainable_parameters_without_a_gradient_are_reported_once_b5() -> None:
+    model = plain_model()
+    model.trunk.register_parameter("lost", nn.Parameter(torch.ones(2)))
+    model.task("cls").head.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    model.task("value").head.register_parameter("fixed", nn.Parameter(torch.ones(2), requires_grad=False))
+    model.task("other").mode = "frozen"
+    engine = Engine(model, sgd(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([{**plain_batch(6), "cls": None}])  # not all tasks have run
+    with pytest.warns(
+        UserWarning, match=r"no gradient reached 2 trainable.*trunk\.lost, tasks\.cls\.head\.unused\."
+    ):
+        engine.step([plain_batch(6)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([plain_batch(6)])
+
+
+def test_what_is_not_to_learn_is_not_missed_b3_b5() -> None:
+    model = plain_model()
+    for name in model.tasks:
+        model.task(name).mode = "detached"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Engine(model, sgd(model)).step([plain_batch(6)])
