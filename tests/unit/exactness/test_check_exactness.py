@@ -29,6 +29,7 @@ from mtaccum import (
 )
 from mtaccum.exactness import ExactnessReport, Finding
 from mtaccum.exactness.doubles import copy_of
+from mtaccum.exactness.reference import compare
 
 SCHEDULES = ("summed", "sequential", "split")
 
@@ -236,7 +237,9 @@ def test_batchnorm_with_micro_batches_is_named_s4() -> None:
     assert "accumulate=4" in found["coupled samples"].message
     assert check_exactness(model, [batch()]).exact
     assert notes(check_exactness(model, [batch()]))["coupled samples"].where == "trunk.1"
-    assert "coupled samples" not in notes(check_exactness(model, split_batch(batch(), 4), batchnorm="freeze"))
+    frozen = check_exactness(model, split_batch(batch(), 4), batchnorm="freeze")
+    assert frozen.exact, frozen
+    assert "coupled samples" not in notes(frozen)
 
 
 def test_any_layer_that_couples_samples_is_named() -> None:
@@ -493,3 +496,62 @@ def test_necks_and_classes_are_compared_by_node() -> None:
     report = check_exactness(model, [{**batch(), "c": torch.arange(8) % 3}])
     assert report.exact, report
     assert set(report.differences) == {"neck", "a"}
+
+
+# --- what must not mislead it -----------------------------------------------------------------------------
+
+
+def test_a_forward_that_writes_into_its_input_leaves_the_users_batch_alone() -> None:
+    class Halves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(0.5))
+
+    model = make(trunk=Halves(3, 6)).double()
+    given = {k: v.double() for k, v in batch().items()}
+    before = given["x"].clone()
+    check_exactness(model, [given])
+    assert torch.equal(given["x"], before)
+
+
+def test_a_gradient_on_one_side_only_is_a_difference() -> None:
+    model = make()
+    reference: dict[str, Tensor | None] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    own = {**reference, "tasks.good.head.0.bias": None}
+    differences, worst = compare(model, own, reference)
+    assert differences == {"trunk": 0.0, "good": float("inf"), "bad": 0.0}
+    assert worst["good"] == "tasks.good.head.0.bias"
+    assert compare(model, reference, own)[0]["good"] == float("inf")
+
+
+def test_a_head_on_two_nodes_is_not_blamed_for_the_layer_between_them() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
+            return self.layer(features[0] + features[1])
+
+    torch.manual_seed(0)
+    model = MultiTaskModel(
+        nn.Linear(3, 6),
+        {"both": Regression(2, head=Sum(), target="y", on=("trunk", "neck"))},
+        inputs="x",
+        necks={"neck": Neck(nn.BatchNorm1d(6))},
+    )
+    assert notes(check_exactness(model, [batch()]))["coupled samples"].where == "neck"
+
+
+def test_time_in_front_is_no_coupling_of_samples() -> None:
+    class Recurrent(nn.Module):
+        """Of as many steps as there are samples, so that the shapes don't tell."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(3, 3, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x.expand(len(x), *x.shape))[0][-1]
+
+    report = check_exactness(make(trunk=Recurrent()), split_batch(batch(), 2))
+    assert "coupled samples" not in {finding.kind for finding in report.findings}, report
