@@ -164,7 +164,11 @@ class CoupledSamples:
 
 
 def _view(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor
+    if tensor.layout != torch.strided:
+        return tensor
+    if tensor.is_floating_point() and not tensor.requires_grad:  # an input of the model, say
+        return tensor.detach().requires_grad_() * 1  # no leaf, so that it may be written into
+    return tensor.view_as(tensor)
 
 
 class DynamicShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -242,6 +242,15 @@ def test_batchnorm_with_micro_batches_is_named_s4() -> None:
     assert "coupled samples" not in notes(frozen)
 
 
+def test_a_first_layer_that_couples_samples_is_named() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0)
+
+    report = check_exactness(make(trunk=nn.Sequential(Centred(), nn.Linear(3, 6))), split_batch(batch(), 2))
+    assert faults(report)["coupled samples"].where == "trunk.0"
+
+
 def test_any_layer_that_couples_samples_is_named() -> None:
     report = check_exactness(make(Head(lambda x: x - x.mean(0))), split_batch(batch(), 2))
     assert faults(report)["coupled samples"].where == "bad"
