@@ -38,7 +38,7 @@ from mtaccum.engine.finite import (
 )
 from mtaccum.engine.gradients import clip, drop_gradients, gradient_norm, gradients_set_aside
 from mtaccum.engine.inexact import Inexactness
-from mtaccum.engine.norms import check_norms, normalising, synchronise_norms
+from mtaccum.engine.norms import check_norms, normalising, passes_of, synchronise_norms
 from mtaccum.engine.precision import Precision, fresh_casts
 from mtaccum.engine.recompute import Recompute
 from mtaccum.engine.replay import StateBefore, keeping_frozen
@@ -235,13 +235,9 @@ class Engine:
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan)
         self._run(window, plan, log, self.schedule, self._precision.scaled(self.backward))
-        self._recompute.warn_unused(self._passes(plan), stacklevel=3)
+        self._recompute.warn_unused(passes_of(self.model, plan), stacklevel=3)
         self._warn_of_unreached(plan)
         return log.result()
-
-    def _passes(self, plan: WindowPlan) -> dict[str, int]:
-        """For each node in how many micro-batches of a window it runs."""
-        return {node: plan.passes(self.model.tasks_below(node)) for node in self.model.own_modules()}
 
     def _run(
         self, window: Sequence[Any], plan: WindowPlan, log: LossLog, schedule: str, backward: Backward
@@ -249,7 +245,7 @@ class Engine:
         """All forwards and backwards of a window."""
         model, device = self.model, self.model.device
         with (
-            normalising(model, self.batchnorm, self._passes(plan)),
+            normalising(model, self.batchnorm, passes_of(model, plan)),
             keeping_frozen([model.node(name) for name in model.own_modules()]),
             self._compiled.running(),
             self._recompute.running(),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from mtaccum.engine.replay import is_frozen
+from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import ConfigError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
 
@@ -67,12 +68,17 @@ def batch_normalised(module: nn.Module, prefix: str = "") -> list[str]:
     ]
 
 
+def passes_of(model: MultiTaskModel, plan: WindowPlan) -> dict[str, int]:
+    """For each node in how many micro-batches of a window it runs."""
+    return {node: plan.passes(model.tasks_below(node)) for node in model.own_modules()}
+
+
 @contextmanager
 def normalising(model: MultiTaskModel, policy: str, passes: Mapping[str, int]) -> Iterator[None]:
     """Apply a policy while a window runs, its backwards included; afterwards the layers are as before.
 
     Args:
-        passes: for each node in how many micro-batches of the window it runs.
+        passes: as of ``passes_of``.
     """
     attribute = "training" if policy == "freeze" else "momentum"
     values = _frozen(model) if policy == "freeze" else _corrected(model, passes)

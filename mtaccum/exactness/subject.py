@@ -13,7 +13,7 @@ import torch
 
 from mtaccum.batch import batch_size_of
 from mtaccum.engine import Engine, WindowPlan
-from mtaccum.engine.norms import normalising
+from mtaccum.engine.norms import normalising, passes_of
 from mtaccum.engine.replay import RandomState
 from mtaccum.exactness.doubles import copies_of, copy_of
 from mtaccum.model import MultiTaskModel
@@ -93,8 +93,7 @@ class Subject:
     @contextmanager
     def running(self, twin: MultiTaskModel) -> Iterator[None]:
         """Around forwards of a twin without an engine: BatchNorm as an engine would have it, no warnings."""
-        passes = {node: self.plan.passes(twin.tasks_below(node)) for node in twin.own_modules()}
-        with quiet(), normalising(twin, self.batchnorm, passes):
+        with quiet(), normalising(twin, self.batchnorm, passes_of(twin, self.plan)):
             yield
 
 
