@@ -154,6 +154,11 @@ def take_samples(batch: Any, samples: int) -> Any:
     return batch if rest == 0 else _in_parts(batch, [samples, rest])[0]
 
 
+def take_part(nest: Any, samples: int, parts: int, index: int) -> Any:
+    """One of the parts into which ``split_batch`` would cut a nest of ``samples`` samples."""
+    return _in_parts(nest, split_sizes(samples, parts))[index]
+
+
 def _in_parts(batch: Any, sizes: list[int]) -> list[Any]:
     for cls in type(batch).__mro__:
         if cls in _splits:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from mtaccum.batch import batch_size_of, take_part
+from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.replay import frozen, is_frozen
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
@@ -16,6 +18,8 @@ from mtaccum.engine.window import WindowPlan
 from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
 from mtaccum.structure import describe, detach
 from mtaccum.tasks.base import Task
+
+_EACH_HEAD = Arrangement()
 
 
 def bind(
@@ -26,6 +30,7 @@ def bind(
     active: Sequence[str],
     log: LossLog,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    arrangement: Arrangement = _EACH_HEAD,
 ) -> tuple[list[Node], Any]:
     """The nodes that lead to the active tasks, and the inputs that the roots get.
 
@@ -35,8 +40,9 @@ def bind(
         active: the tasks that have labels in it; the others are not run.
         log: is told each task's loss.
         autocast: entered around each node's forward.
+        arrangement: which heads become one node, and which become several.
     """
-    binding = _Binding(model, batch, plan, micro_batch, log, autocast)
+    binding = _Binding(model, batch, plan, micro_batch, log, autocast, arrangement)
     return list(binding.nodes(model.tree(active))), model.inputs(batch)
 
 
@@ -50,12 +56,22 @@ class _Binding:
     micro_batch: int
     log: LossLog
     autocast: Callable[[], AbstractContextManager[Any]]
+    arrangement: Arrangement
 
     def nodes(self, tree: Tree) -> tuple[Node, ...]:
-        return tuple(
-            self.leaf(name) if name in self.plan.counts else self.inner(name, below)
-            for name, below in tree.items()
-        )
+        return tuple(self.nodes_of(tree))
+
+    def nodes_of(self, tree: Tree) -> Iterator[Node]:
+        """A node for each trunk and neck; for heads one each, or per group, or for each of their chunks."""
+        for name, below in tree.items():
+            group = [member for member in self.arrangement.group_of(name) if member in tree]
+            if name not in self.plan.counts:
+                yield self.inner(name, below)
+            elif name in self.plan.parts:
+                counts = self.plan.parts[name][self.micro_batch]
+                yield from (self.leaf(name, chunk) for chunk, count in enumerate(counts) if count > 0)
+            elif name == group[0]:
+                yield _together([self.leaf(member) for member in group])
 
     def inner(self, name: str, below: Tree) -> Node:
         return Node(
@@ -71,23 +87,47 @@ class _Binding:
         with self.autocast(), frozen(module) if is_frozen(module) else nullcontext():
             return self.model.run(name, above, self.batch)
 
-    def leaf(self, name: str) -> Node:
+    def leaf(self, name: str, chunk: int | None = None) -> Node:
         task = self.model.task(name)
-        scale = self.plan.scale(name, self.micro_batch)
+        scale = self.plan.scale(name, self.micro_batch, chunk)
         return Node(
             name,
-            run=lambda features: self.loss(name, task, features) * scale,
+            run=lambda features: self.loss(name, task, features, chunk) * scale,
             learns=task.mode != "detached",
         )
 
-    def loss(self, name: str, task: Task, features: Features) -> Tensor:
-        """The task's mean loss on this micro-batch, with its graph."""
+    def loss(self, name: str, task: Task, features: Features, chunk: int | None) -> Tensor:
+        """The task's mean loss on this micro-batch, or on a chunk of it, with its graph."""
+        batch = self.batch
         if task.mode == "detached":
             features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
+        if chunk is not None:
+            features, batch = self.part(name, features, chunk)
         with self.autocast(), frozen(task) if is_frozen(task) else nullcontext():
-            prediction = self.model.run(name, features, self.batch)
+            prediction = self.model.run(name, features, batch)
             with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
-                loss = task.loss(prediction, self.batch)
+                loss = task.loss(prediction, batch)
                 total = sum_of_parts(loss)
-        self.log.add(name, self.micro_batch, loss, total)
+        self.log.add(name, self.micro_batch, loss, total, chunk)
         return total
+
+    def part(self, name: str, features: Features, chunk: int) -> tuple[Features, Any]:
+        """What a head gets for a chunk: the features that it reads, and the batch."""
+        samples, parts = batch_size_of(self.batch), len(self.plan.parts[name][self.micro_batch])
+        with named_errors(lambda: f"chunks of task {name!r}"):
+            cut = {n: take_part(features[n], samples, parts, chunk) for n in self.model.sources(name)}
+            return cut, take_part(self.batch, samples, parts, chunk)
+
+
+def _together(leaves: Sequence[Node]) -> Node:
+    """Heads that run one after the other and share a backward, as one node."""
+    if len(leaves) == 1:
+        return leaves[0]
+
+    def run(features: Features) -> Tensor:
+        losses = [leaf.run(features) for leaf in leaves]
+        total: Tensor = sum(losses[1:], start=losses[0])
+        return total
+
+    name = "+".join(leaf.name for leaf in leaves)
+    return Node(name, run, learns=any(leaf.learns for leaf in leaves))

@@ -110,6 +110,17 @@ def check_hooks(model: MultiTaskModel) -> None:
             )
 
 
+def check_offload(model: MultiTaskModel, offload: Any) -> None:
+    """Refuse to move saved tensors off a device that they can't leave."""
+    if not isinstance(offload, bool):
+        raise ConfigError(f"offload must be True or False, got {offload!r}.")
+    if offload and model.device.type != "cuda":
+        raise ConfigError(
+            f"offload keeps the saved activations of a CUDA device in the host's memory, but the model is on "
+            f"{model.device}. Recompute parts instead: recompute=[...]."
+        )
+
+
 def check_precision(model: MultiTaskModel, precision: str, scaler: Any) -> None:
     """Refuse to cast what autocast leaves alone, and to scale what PyTorch can't unscale."""
     types = {parameter.dtype for parameter in model.parameters()}

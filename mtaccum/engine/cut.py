@@ -53,6 +53,11 @@ class Cut:
                 f"its type: mtaccum.register_structure."
             )
 
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The detached tensors that collect a gradient."""
+        return [leaf for _, leaf in self._crossings]
+
     def send_back(self) -> None:
         """Run the backward of the node that made the features, from the gradients collected here."""
         crossings = [(edge, leaf.grad) for edge, leaf in self._crossings if leaf.grad is not None]

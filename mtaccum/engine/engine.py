@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mtaccum.batch import to_device
+from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.bind import bind
 from mtaccum.engine.checks import (
     check_choice,
     check_hooks,
     check_model,
     check_nothing_for_step,
+    check_offload,
     check_optimizer,
     check_positive,
     check_precision,
@@ -44,6 +48,7 @@ from mtaccum.engine.recompute import Recompute
 from mtaccum.engine.replay import StateBefore, keeping_frozen
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
+from mtaccum.engine.stages import STEP, stage
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import ConfigError, OptimizerError, listed
 from mtaccum.model.tree import ROOT, MultiTaskModel
@@ -78,6 +83,9 @@ class Engine:
             (``trunk.layer3[0:3]``).
         compile: run each node (of one with recomputed parts: these) by ``torch.compile``; a dict is its
             options.
+        groups: lists of tasks on one node whose heads share a backward: small ones are faster so.
+        chunks: for a task into how many parts its head and loss take each micro-batch (``split`` only).
+        offload: keep saved activations in pinned host memory until the backward (CUDA only).
 
     Attributes:
         steps: optimizer steps so far; may be set where a training goes on.
@@ -105,6 +113,9 @@ class Engine:
         batchnorm: str = "keep",
         recompute: Sequence[str] = (),
         compile: bool | Mapping[str, Any] = False,
+        groups: Sequence[Sequence[str]] = (),
+        chunks: Mapping[str, int] | None = None,
+        offload: bool = False,
     ) -> None:
         check_model(model)
         check_hooks(model)
@@ -133,6 +144,10 @@ class Engine:
         self._precision = Precision(precision, scaler)
         check_precision(model, precision, scaler)
         check_norms(model, batchnorm)
+        check_offload(model, offload)
+        self.arrangement = Arrangement.of(model, schedule, groups, chunks or {})
+        self.arrangement.check_coupling(model, freezes=batchnorm == "freeze")
+        self.offload = offload
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -162,10 +177,13 @@ class Engine:
         modules = [] if compile is False else units(self.model, self._recompute.parts)
         self._compiled = Compiled(modules, dict(compile) if isinstance(compile, Mapping) else {})
 
-    def step(self, window: Sequence[Any]) -> StepResult:
+    def step(self, window: Sequence[Any], plan: WindowPlan | None = None) -> StepResult:
         """One optimizer step from a window of micro-batches. Afterwards every ``.grad`` is None.
 
         Gradients that were there before are dropped, with a warning: a step's gradient is the window's.
+
+        Args:
+            plan: the window's counts, where they are known already (``Engine.plan``); None: counted here.
 
         Raises:
             LabelError: a label out of range, before any forward.
@@ -185,7 +203,7 @@ class Engine:
         self._warn_of_dropped(drop_gradients(parameters))
         before = StateBefore(self.model)
         try:
-            result = self._accumulate(window)
+            result = self._accumulate(window, plan)
             if not result.losses:
                 return result
             self._precision.unscale(self.optimizer)
@@ -199,7 +217,8 @@ class Engine:
                     return self._skip(window, result, parameters, before, BAD_HOOK)
             if self.max_grad_norm is not None:
                 clip(parameters, self.max_grad_norm, norm)
-            self._precision.step(self.optimizer)
+            with stage("optimizer", STEP):
+                self._precision.step(self.optimizer)
             self._precision.update()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -212,7 +231,7 @@ class Engine:
         finally:
             drop_gradients(parameters)
 
-    def accumulate(self, window: Sequence[Any]) -> StepResult:
+    def accumulate(self, window: Sequence[Any], plan: WindowPlan | None = None) -> StepResult:
         """Add the window's gradient to ``.grad`` and don't step, for loops owned by others.
 
         It adds to what is there: two calls add two means, each over its own window. For one mean over
@@ -224,23 +243,35 @@ class Engine:
             LabelError, TaskError: as in ``step``; the gradients are then as they were before.
         """
         with gradients_set_aside(list(self.model.parameters())):
-            return self._accumulate(window)
+            return self._accumulate(window, plan)
 
-    def _accumulate(self, window: Sequence[Any]) -> StepResult:
+    def plan(self, window: Sequence[Any]) -> WindowPlan:
+        """The counts of a window as a step needs them, chunks included."""
+        return WindowPlan.of(self.model.tasks_by_name(), window, self.arrangement.chunks)
+
+    def _accumulate(self, window: Sequence[Any], plan: WindowPlan | None) -> StepResult:
         """The window's gradient, into ``.grad`` that are all None."""
         if torch.is_inference_mode_enabled():
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)
-        plan = WindowPlan.of(self.model.tasks_by_name(), window)
+        self.arrangement.check_coupling(self.model, freezes=self.batchnorm == "freeze")
+        plan = self.plan(window) if plan is None else plan
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan)
-        self._run(window, plan, log, self.schedule, self._precision.scaled(self.backward))
+        backward = self._precision.scaled(self.backward)
+        self._run(window, plan, log, self.schedule, backward, self.arrangement)
         self._recompute.warn_unused(passes_of(self.model, plan), stacklevel=3)
         self._warn_of_unreached(plan)
         return log.result()
 
     def _run(
-        self, window: Sequence[Any], plan: WindowPlan, log: LossLog, schedule: str, backward: Backward
+        self,
+        window: Sequence[Any],
+        plan: WindowPlan,
+        log: LossLog,
+        schedule: str,
+        backward: Backward,
+        arrangement: Arrangement,
     ) -> None:
         """All forwards and backwards of a window."""
         model, device = self.model, self.model.device
@@ -250,12 +281,15 @@ class Engine:
             self._compiled.running(),
             self._recompute.running(),
             fresh_casts(),
+            save_on_cpu(pin_memory=True) if self.offload else nullcontext(),
         ):
             autocast = partial(self._precision.autocast, device)
             for index, batch in enumerate(window):
                 if active := plan.active(index):
                     # moved here and bound to no name: on the device is only the micro-batch that runs
-                    roots, inputs = bind(model, to_device(batch, device), plan, index, active, log, autocast)
+                    moved = to_device(batch, device)
+                    roots, inputs = bind(model, moved, plan, index, active, log, autocast, arrangement)
+                    del moved
                     SCHEDULES[schedule](roots, {ROOT: inputs}, backward)
                     del roots, inputs
 
@@ -288,7 +322,7 @@ class Engine:
         log = SearchingLog(plan, search, window)
         with before.once_more(), search.watching():
             backward = log.looking(self._precision.scaled(self.backward))
-            self._run(window, plan, log, "sequential", backward)
+            self._run(window, plan, log, "sequential", backward, Arrangement())  # each task by itself
         return search.finding
 
     def _check_optimizer_again(self) -> None:

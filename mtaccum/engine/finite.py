@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from mtaccum.engine.result import LossLog
 from mtaccum.engine.schedules import Backward
@@ -28,7 +29,9 @@ def all_finite(values: Sequence[Tensor]) -> bool:
     """Whether all 0-d tensors are finite; the only place in a step that waits for the device."""
     device = values[0].device
     wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no double
-    return bool(torch.stack([value.to(device, wide) for value in values]).isfinite().all())
+    flag = torch.stack([value.to(device, wide) for value in values]).isfinite().all()
+    # a prediction of memory runs the step on tensors without values
+    return isinstance(flag, FakeTensor) or bool(flag)
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -161,8 +164,8 @@ class SearchingLog(LossLog):
         self._search, self._window = search, window
         self._task, self._micro_batch = "", 0
 
-    def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor) -> None:
-        super().add(task, micro_batch, loss, total)
+    def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor, chunk: int | None = None) -> None:
+        super().add(task, micro_batch, loss, total, chunk)
         self._task, self._micro_batch = task, micro_batch
         self._search.loss(task, micro_batch, len(self._window), self._window[micro_batch], total)
 

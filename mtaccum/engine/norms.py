@@ -69,8 +69,11 @@ def batch_normalised(module: nn.Module, prefix: str = "") -> list[str]:
 
 
 def passes_of(model: MultiTaskModel, plan: WindowPlan) -> dict[str, int]:
-    """For each node in how many micro-batches of a window it runs."""
-    return {node: plan.passes(model.tasks_below(node)) for node in model.own_modules()}
+    """For each node how often it runs in a window: in so many micro-batches, or chunks of them."""
+    return {
+        node: plan.head_passes(node) if node in plan.parts else plan.passes(model.tasks_below(node))
+        for node in model.own_modules()
+    }
 
 
 @contextmanager

@@ -47,10 +47,10 @@ class LossLog:
         self._sums: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
-    def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor) -> None:
-        """Note the loss of one micro-batch: the mean over its labels, as ``Task.loss`` returned it, and
-        its sum over parts."""
-        count = self._plan.counts[task][micro_batch]
+    def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor, chunk: int | None = None) -> None:
+        """Note the loss of one micro-batch, or of a chunk of one: the mean over its labels, as ``Task.loss``
+        returned it, and its sum over parts."""
+        count = self._plan.count(task, micro_batch, chunk)
         self._add(task, total, count)
         if isinstance(loss, Mapping):
             for part, value in loss.items():

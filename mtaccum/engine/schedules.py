@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from mtaccum.engine.cut import Cut
 from mtaccum.engine.replay import Replay
+from mtaccum.engine.stages import BACKWARD, FORWARD, announce_cut, stage
 from mtaccum.errors import InplaceError, TaskError, first_line
 from mtaccum.structure import tensors_of
 
@@ -55,7 +56,8 @@ def summed(roots: Sequence[Node], above: Features, backward: Backward) -> None:
     if losses:
         with torch.enable_grad():
             total = sum(losses[1:], start=losses[0])
-        run_backward(total, backward)
+        del losses
+        run_backward("all tasks", total, backward)
 
 
 def _all_losses(nodes: Sequence[Node], above: Features) -> Iterator[Tensor]:
@@ -79,7 +81,7 @@ def sequential(roots: Sequence[Node], above: Features, backward: Backward) -> No
         for node in inner:
             with _once(node, replays, repeated):
                 features[node.name] = run_inner(node, features, graph=leaf.learns)
-        run_backward(run_leaf(leaf, features), backward, repeated)
+        run_backward(leaf.name, run_leaf(leaf, features), backward, repeated)
 
 
 def split(roots: Sequence[Node], above: Features, backward: Backward) -> None:
@@ -90,11 +92,12 @@ def split(roots: Sequence[Node], above: Features, backward: Backward) -> None:
     for node in roots:
         if node.children:
             cut = Cut(run_inner(node, above, graph=node.needs_graph))
+            announce_cut(cut.leaves)
             split(node.children, {**above, node.name: cut.features}, backward)
-            with _explained_backward():
+            with stage(node.name, BACKWARD), _explained_backward():
                 cut.send_back()
         else:
-            run_backward(run_leaf(node, above), backward)
+            run_backward(node.name, run_leaf(node, above), backward)
 
 
 SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
@@ -140,11 +143,11 @@ def run_leaf(node: Node, above: Features) -> Tensor:
         return loss
 
 
-def run_backward(loss: Tensor, backward: Backward, repeated: Sequence[Replay] = ()) -> None:
+def run_backward(name: str, loss: Tensor, backward: Backward, repeated: Sequence[Replay] = ()) -> None:
     """Backward of one loss, through the given repeats; a constant one has none."""
     if not loss.requires_grad:
         return
-    with _explained_backward(), ExitStack() as repeats:
+    with stage(name, BACKWARD), _explained_backward(), ExitStack() as repeats:
         for replay in repeated:
             repeats.enter_context(replay.in_backward())
         backward(loss)
@@ -178,7 +181,8 @@ def _run(node: Node, above: Features) -> Any:
     shared = tensors_of(dict(above), strict=False)
     before = [_condition(tensor) for tensor in shared]
     try:
-        result = node.run(above)
+        with stage(node.name, FORWARD):
+            result = node.run(above)
     except RuntimeError as error:
         if "leaf Variable that requires grad" in str(error) and "in-place" in str(error):
             raise InplaceError(_inplace_message(node)) from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from mtaccum.batch import batch_size_of, split_batch
 from mtaccum.errors import ConfigError, LabelError, TaskError
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
@@ -50,14 +51,21 @@ class WindowPlan:
     Attributes:
         counts: for each enabled task its count in each micro-batch.
         weights: for each enabled task its weight.
+        parts: for each task that runs in chunks the counts of these, micro-batch by micro-batch.
     """
 
     counts: Mapping[str, tuple[float, ...]]
     weights: Mapping[str, float]
+    parts: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tasks: Mapping[str, Task], window: Sequence[Any]) -> WindowPlan:
+    def of(
+        cls, tasks: Mapping[str, Task], window: Sequence[Any], chunks: Mapping[str, int] | None = None
+    ) -> WindowPlan:
         """Count the labels of the enabled ones of ``tasks``, and check their range.
+
+        Args:
+            chunks: for a task into how many parts it takes each micro-batch, if more than one.
 
         Raises:
             LabelError: a label out of its task's range; names task, value and range.
@@ -65,6 +73,11 @@ class WindowPlan:
         """
         enabled = {name: task for name, task in tasks.items() if task.enabled}
         raw = {name: [_count(name, task, batch) for batch in window] for name, task in enabled.items()}
+        cut = {
+            name: [[_count(name, enabled[name], part) for part in in_chunks(batch, n)] for batch in window]
+            for name, n in (chunks or {}).items()
+            if name in enabled
+        }
         ranges = {
             name: [
                 task.label_range(batch) if task.label_limits and _may_be_positive(n) else None
@@ -72,16 +85,34 @@ class WindowPlan:
             ]
             for name, task in enabled.items()
         }
-        values = iter(_read([*_flat(raw.values()), *_flat(_flat(r) for r in ranges.values())]))
+        numbers = [
+            *_flat(raw.values()),
+            *_flat(map(_flat, cut.values())),
+            *_flat(map(_flat, ranges.values())),
+        ]
+        values = iter(_read(numbers))
         counts = {name: tuple(next(values) for _ in numbers) for name, numbers in raw.items()}
+        parts = {
+            name: tuple(tuple(next(values) for _ in numbers) for numbers in lists)
+            for name, lists in cut.items()
+        }
         for name, bounds in ranges.items():
             for index, bound in enumerate(bounds):
                 if bound is not None:
                     _check_labels(name, enabled[name], next(values), next(values), index)
-        for name, numbers in counts.items():
-            if bad := [n for n in numbers if not math.isfinite(n) or n < 0]:
+        for name, found in counts.items():
+            if bad := [n for n in (*found, *_flat(parts.get(name, ()))) if not math.isfinite(n) or n < 0]:
                 raise TaskError(f"task {name!r}: count() gave {bad[0]}; it must be finite and at least 0.")
-        return cls(counts, {name: task.weight for name, task in enabled.items()})
+        for name, lists in parts.items():
+            for whole, of_parts in zip(counts[name], lists, strict=True):
+                together = math.fsum(of_parts)
+                if not math.isclose(whole, together, rel_tol=1e-6):
+                    raise TaskError(
+                        f"task {name!r}: count() gives {whole:g} for a micro-batch, but {together:g} for its "
+                        f"chunks together. Let it count the labels of what it is given, or leave "
+                        f"chunks.{name} away."
+                    )
+        return cls(counts, {name: task.weight for name, task in enabled.items()}, parts)
 
     @property
     def micro_batches(self) -> int:
@@ -102,12 +133,28 @@ class WindowPlan:
         counts = [self.counts[name] for name in tasks if name in self.counts]
         return sum(1 for numbers in zip(*counts, strict=True) if any(n > 0 for n in numbers))
 
-    def scale(self, task: str, micro_batch: int) -> float:
-        """Factor of a task's mean loss over a micro-batch: weight * count / count in the window.
+    def head_passes(self, task: str) -> int:
+        """How often a task's head runs: once per micro-batch or chunk with a label."""
+        return sum(n > 0 for n in (_flat(self.parts[task]) if task in self.parts else self.counts[task]))
+
+    def scale(self, task: str, micro_batch: int, chunk: int | None = None) -> float:
+        """Factor of a task's mean loss over a micro-batch, or over a chunk of one: weight * count / count in
+        the window.
 
         Written so that K equal whole counts give exactly weight / K.
         """
-        return self.weights[task] / (self.totals[task] / self.counts[task][micro_batch])
+        return self.weights[task] / (self.totals[task] / self.count(task, micro_batch, chunk))
+
+    def count(self, task: str, micro_batch: int, chunk: int | None = None) -> float:
+        """Number (or weight) of a task's labels in a micro-batch, or in a chunk of one."""
+        if chunk is None:
+            return self.counts[task][micro_batch]
+        return self.parts[task][micro_batch][chunk]
+
+
+def in_chunks(batch: Any, chunks: int) -> list[Any]:
+    """A micro-batch in up to so many parts; one with fewer samples in as many as it has."""
+    return split_batch(batch, min(chunks, max(1, batch_size_of(batch))))
 
 
 def _count(name: str, task: Task, batch: Any) -> Any:
