@@ -207,6 +207,7 @@ def _settings(config: RunConfig, model: MultiTaskModel, sampler: MicroBatchSampl
         maximize=maximize,
         patience=trainer.patience,
         ema_decay=trainer.ema_decay,
+        pictures=trainer.pictures,
     )
 
 

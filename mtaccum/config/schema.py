@@ -96,6 +96,7 @@ class TrainerConfig(_Section):
     mode: Literal["auto", "min", "max"]
     patience: int | None = Field(ge=1)
     ema_decay: float | None = Field(gt=0, lt=1)
+    pictures: int = Field(ge=0)
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

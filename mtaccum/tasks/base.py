@@ -160,3 +160,14 @@ class Task(nn.Module):
 
     def update_metrics(self, metrics: Mapping[str, Metric], prediction: Any, batch: Any) -> None:
         """Feed one batch to the objects that ``metrics()`` made."""
+
+    def draw(self, prediction: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Pictures for people to look at during the training, of the prediction and of the label.
+
+        Called at evaluations, without a graph, with a batch of few samples that holds the target.
+
+        Returns:
+            Two RGB pictures (batch, 3, height, width) with values in [0, 1]. They may differ in height and
+            width, and are brought to those of the input by nearest neighbours. None: there are none.
+        """
+        return None

@@ -13,6 +13,7 @@ from mtaccum.batch import get_field
 from mtaccum.errors import ConfigError
 from mtaccum.model.heads import DenseHead, PooledHead
 from mtaccum.tasks.base import check_weight
+from mtaccum.tasks.colours import paint_classes
 from mtaccum.tasks.labelled import Labelled, own_or_builtin, resize
 from mtaccum.tasks.registry import register_task
 
@@ -142,6 +143,17 @@ class Segmentation(_Classes):
                 self.num_classes, average="micro", ignore_index=self.ignore_index
             ),
         }
+
+    def draw(self, prediction: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Classes in colours, with ignored labels in grey; None without a target, or if there are no pixels:
+        the prediction must be logits (batch, num_classes, h, w)."""
+        if not isinstance(prediction, Tensor) or prediction.dim() != 4 or not self.has_target(batch):
+            return None
+        target = self._target(batch)
+        if target.dim() != 3:
+            return None
+        valid = (target != self.ignore_index) & (target >= 0) & (target < self.num_classes)
+        return paint_classes(prediction.argmax(dim=1)), paint_classes(target, valid)
 
 
 @register_task("classification")

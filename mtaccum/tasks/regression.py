@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mtaccum.batch import get_field
 from mtaccum.errors import ConfigError, TaskError
 from mtaccum.model.heads import DenseHead, PooledHead
+from mtaccum.tasks.colours import paint_values
 from mtaccum.tasks.labelled import Labelled, own_or_builtin, resize
 from mtaccum.tasks.registry import register_task
 
@@ -74,6 +75,7 @@ class Regression(Labelled):
             raise ConfigError(f"criterion must be one of {', '.join(self.criteria)}, got {criterion!r}.")
         if size_like is not None and not dense:
             raise ConfigError("size_like is for dense predictions; give dense=True with it.")
+        self.dense = dense
         self.mask = mask
         self.criterion = criterion
         self.size_like = size_like
@@ -122,6 +124,40 @@ class Regression(Labelled):
         prediction, target, valid = _aligned(prediction, *self._target_and_valid(batch))
         for metric in metrics.values():
             metric.update(prediction[valid], target[valid])
+
+    def draw(self, prediction: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """The first channel in colours, with labels that don't count in grey; None without a target, or if
+        there are no pixels.
+
+        A sample's prediction and label share their scale, from the smallest to the largest label that counts.
+        Where labels don't span one, it is that of prediction and label together.
+        """
+        if not self.dense or not isinstance(prediction, Tensor) or not self.has_target(batch):
+            return None
+        target, valid = self._target_and_valid(batch)
+        if not {prediction.dim(), target.dim()} <= {3, 4}:
+            return None
+        prediction, label = _first_channel(prediction).float(), _first_channel(target).float()
+        valid = _first_channel(valid)
+        low, high = _limits(label, valid)
+        least, largest = _limits(prediction)
+        flat = ~(low < high)
+        low = torch.where(flat, torch.minimum(low, least), low)
+        high = torch.where(flat, torch.maximum(high, largest), high)
+        return paint_values(prediction, low, high), paint_values(label, low, high, valid)
+
+
+def _first_channel(pixels: Tensor) -> Tensor:
+    """(batch, height, width) of (batch, channels, height, width); unchanged if there are no channels."""
+    return pixels[:, 0] if pixels.dim() == 4 else pixels
+
+
+def _limits(pixels: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest finite valid value of each sample (batch, 1, 1); inf and -inf if it has none."""
+    known = pixels.isfinite() if valid is None else pixels.isfinite() & valid
+    low = torch.where(known, pixels, torch.inf).amin(dim=(1, 2), keepdim=True)
+    high = torch.where(known, pixels, -torch.inf).amax(dim=(1, 2), keepdim=True)
+    return low, high
 
 
 def _aligned(prediction: Tensor, target: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:

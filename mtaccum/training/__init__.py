@@ -11,6 +11,7 @@ from mtaccum.training.checkpoint import (
 from mtaccum.training.evaluation import evaluate
 from mtaccum.training.loggers import JsonLinesLogger, Logger, TensorBoardLogger
 from mtaccum.training.lr import batch_factor, make_lr_scheduler
+from mtaccum.training.pictures import draw_pictures
 from mtaccum.training.settings import Outcome, TrainerSettings
 from mtaccum.training.trainer import Trainer
 
@@ -24,6 +25,7 @@ __all__ = [
     "Trainer",
     "TrainerSettings",
     "batch_factor",
+    "draw_pictures",
     "evaluate",
     "find_checkpoint",
     "load_checkpoint",

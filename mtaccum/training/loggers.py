@@ -1,4 +1,7 @@
-"""Loggers: where a training's numbers go. Any object with ``log(step, scalars)`` and ``close()`` is one."""
+"""Loggers: where a training's numbers go, and its pictures.
+
+Any object with ``log(step, scalars)`` and ``close()`` is one.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from torch import Tensor
+
 from mtaccum.training.checkpoint import write_text
 
 
 class Logger(Protocol):
-    """What the training calls; ``_target_`` in the config's ``loggers`` may name any class like it."""
+    """What the training calls; ``_target_`` in the config's ``loggers`` may name any class like it.
+
+    Two more methods are called where a logger has them: ``rewind(step)`` before a training is resumed after
+    ``step``, and ``log_pictures(step, pictures)`` after an evaluation, with uint8 pictures (3, height, width)
+    by name.
+    """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Note numbers by name, as they are after ``step`` optimizer steps."""
@@ -30,12 +40,20 @@ class TensorBoardLogger:
         self._writer: Any = None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._opened().add_scalar(name, value, step)
+
+    def log_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        """Note uint8 pictures (3, height, width) by name, as they are after ``step`` optimizer steps."""
+        for name, picture in pictures.items():
+            self._opened().add_image(name, picture, step)
+
+    def _opened(self) -> Any:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # seconds to import, and needed here only
 
             self._writer = SummaryWriter(self._folder, purge_step=self._purge_step)
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        return self._writer
 
     def rewind(self, step: int) -> None:
         """Let TensorBoard hide what was logged after ``step``."""

@@ -19,6 +19,8 @@ class TrainerSettings:
         maximize: whether more of it is better.
         patience: stop after so many evaluations without a better state; None: don't.
         ema_decay: evaluate and keep a moving average of the weights with this decay per step; None: don't.
+        pictures: how many validation samples of each dense task are drawn at an evaluation, for the loggers
+            that take pictures; 0: none.
     """
 
     total_steps: int
@@ -29,6 +31,7 @@ class TrainerSettings:
     maximize: bool = False
     patience: int | None = None
     ema_decay: float | None = None
+    pictures: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
 from mtaccum.training.interrupt import Interrupt, interruptible
 from mtaccum.training.loggers import Logger
+from mtaccum.training.pictures import Pictures
 from mtaccum.training.settings import Outcome, TrainerSettings
 
 
@@ -62,6 +63,7 @@ class Trainer:
         """Steps of the state that was saved last, by this process; None if it has saved none."""
         self._stepping = False
         self._lr = 0.0
+        self._pictures = Pictures(settings.pictures)
 
     @property
     def evaluated_model(self) -> MultiTaskModel:
@@ -199,8 +201,9 @@ class Trainer:
         }
 
     def _evaluate(self, display: Display) -> Evaluation:
-        """Evaluate, log, and keep the state if it is the best so far."""
-        evaluation = evaluate(self.evaluated_model, loaded(self.validation))
+        """Evaluate, log, keep the state if it is the best so far, and draw."""
+        batches = self._pictures.watch(loaded(self.validation), self.loggers)
+        evaluation = evaluate(self.evaluated_model, batches)
         loss = weighted_loss(self.model, evaluation)
         scalars = {f"val/{name}/{key}": v for name, m in evaluation.items() for key, v in m.items()}
         peak = {} if self.peak is None else {"peak_bytes": float(self.peak.peak_bytes)}
@@ -220,6 +223,11 @@ class Trainer:
                 raise
         else:
             self.evaluations_since_best += 1
+        try:
+            self._pictures.log(self.steps, self.evaluated_model, self.loggers)
+        except Exception:  # a task that can't be drawn must not cost what was trained
+            self._save(LAST)
+            raise
         return evaluation
 
     def _better(self, value: float) -> bool:

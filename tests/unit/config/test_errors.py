@@ -31,6 +31,7 @@ CASES = {
         ["+tasks=[seg]", "batch_size=0", "trainer.log_every=-1"],
         ["batch_size", "trainer.log_every", "0", "-1"],
     ),
+    "pictures below 0": (["+tasks=[seg]", "trainer.pictures=-1"], ["trainer.pictures", "equal to 0", "-1"]),
     "K below 1": (["+tasks=[seg]", "accumulate=0"], ["accumulate", "greater than or equal to 1", "0"]),
     "batch size below 1": (["+tasks=[seg]", "batch_size=-3"], ["batch_size", "-3"]),
     "steps below 1": (["+tasks=[seg]", "trainer.max_steps=0"], ["trainer.max_steps", "0"]),

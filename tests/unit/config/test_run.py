@@ -90,6 +90,11 @@ def test_micro_batch_size_is_another_way_to_say_k(prepared: Callable[..., Run]) 
     assert prepared().config.micro_batches == 1
 
 
+def test_how_many_samples_are_drawn_reaches_the_trainer(prepared: Callable[..., Run]) -> None:
+    assert prepared().trainer.settings.pictures == 4
+    assert prepared("trainer.pictures=0").trainer.settings.pictures == 0
+
+
 def test_epochs_count_in_batches(prepared: Callable[..., Run]) -> None:
     run = prepared("trainer.max_steps=null", "trainer.epochs=3", "batch_size=10")
     assert run.trainer.settings.total_steps == 9  # 24 samples are 3 batches of at most 10
