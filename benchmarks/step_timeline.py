@@ -2,95 +2,89 @@
 
     python benchmarks/step_timeline.py --output docs/images/step_timeline.png
 
-Needs matplotlib (``pip install 'mtaccum[plot]'``). The model is that of ``peak_memory.py`` with four heads;
-gradients exist already, and what is alive at the start (parameters, gradients, inputs, targets) is left out.
+Needs matplotlib (``pip install 'mtaccum[plot]'``). Each panel is a real step of the engine, measured. On the
+left the model of ``peak_memory.py`` with four heads; on the right one whose trunk dominates, where running
+the heads one by one saves little, and recomputing parts of the trunk does.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from models import dense_model
-from torch import Tensor, nn
+from cases import dense_case
+from torch import nn
 
-from mtaccum.engine.schedules import SCHEDULES, Node
-from mtaccum.memory import LiveBytes
+from mtaccum import Engine, MultiTaskModel, Segmentation
+from mtaccum.memory import Moment, measure_step
+from mtaccum.memory.picture import draw_panels
 
-MIB = 2**20
 HEADS, CLASSES = 4, 13
 
+Hows = dict[str, tuple[str, list[str]]]  # by title a schedule, and what is recomputed
+DENSE: Hows = {
+    "summed: all heads forward, then one backward: a staircase": ("summed", []),
+    "sequential: each task's whole path, one after the other: equal humps": ("sequential", []),
+    "split: one trunk pass, each head forward and backward on it: a plateau with small humps": ("split", []),
+}
+BLOCKS = 9
+DEEP: Hows = {
+    "summed": ("summed", []),
+    "split": ("split", []),
+    "split, recompute": ("split", [f"trunk[{i}:{i + 3}]" for i in range(0, BLOCKS, 3)]),
+}
 
-def timeline(schedule: str) -> list[float]:
-    """Live MiB after each op of one step, above what was alive at its start."""
-    torch.manual_seed(0)
-    trunk, heads = dense_model(HEADS)
-    image = torch.randn(8, 3, 128, 128)
-    targets = [torch.randint(CLASSES, (8, 128, 128)) for _ in heads]
 
-    def loss_of(head: nn.Module, target: Tensor) -> Callable[..., Tensor]:
-        return lambda features: F.cross_entropy(head(features["trunk"]), target)
+def deep_model() -> MultiTaskModel:
+    """A trunk of nine blocks of width 64, and two heads of one convolution each."""
+    blocks = [_block(3 if index == 0 else 64, 64) for index in range(BLOCKS)]
+    tasks = {
+        f"head{i}": Segmentation(CLASSES, head=nn.Conv2d(64, CLASSES, 1), target=f"head{i}") for i in (0, 1)
+    }
+    return MultiTaskModel(nn.Sequential(*blocks), tasks, inputs="image")
 
-    leaves = tuple(
-        Node(f"head {index}", loss_of(head, target))
-        for index, (head, target) in enumerate(zip(heads, targets, strict=True))
+
+def _block(channels: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
     )
-    root = Node("trunk", lambda _: trunk(image), leaves, module=trunk)
 
-    def step() -> None:
-        SCHEDULES[schedule]([root], {}, Tensor.backward)
 
-    step()  # makes the gradients
-    modules = nn.ModuleList([trunk, *heads])
-    with LiveBytes([modules, image, *targets], timeline=True) as live:
-        start = live.current_bytes
-        step()
-    levels = [(live_bytes - start) / MIB for _, live_bytes in live.timeline]
-    # ops that change nothing visible (views, small buffers) would only stretch the picture
-    return [new for old, new in pairwise([-1.0, *levels]) if abs(new - old) > 0.05]
+def timeline(
+    model: MultiTaskModel, batch: object, schedule: str, recompute: Sequence[str]
+) -> Sequence[Moment]:
+    """A step's timeline, once the optimizer has its state."""
+    engine = Engine(
+        model, torch.optim.SGD(model.parameters(), momentum=0.9), schedule=schedule, recompute=recompute
+    )
+    engine.step([batch])
+    return measure_step(engine, [batch], timeline=True)[1].timeline
 
 
 def draw(path: Path) -> None:
-    """Three panels, one above the other, at one scale."""
-    import matplotlib
+    """Two columns of three panels, each column at one scale."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    what = {
-        "summed": "all heads forward, then one backward: a staircase",
-        "sequential": "each task's whole path, one after the other: equal humps, one trunk pass each",
-        "split": "one trunk pass; each head forward and backward on it: a plateau with small humps",
-    }
-    lines = {schedule: timeline(schedule) for schedule in what}
-    top = max(map(max, lines.values())) * 1.15
-    figure, panels = plt.subplots(3, 1, figsize=(8, 6.5), sharey=True, constrained_layout=True)
-    for panel, (schedule, explanation) in zip(panels, what.items(), strict=True):
-        line = lines[schedule]
-        peak = max(line)
-        panel.fill_between(range(len(line)), line, step="post", color="#4477aa", alpha=0.35, linewidth=0)
-        panel.plot(line, drawstyle="steps-post", color="#4477aa", linewidth=1.2)
-        panel.axhline(peak, color="#bb5566", linewidth=0.8, linestyle="--")
-        panel.annotate(
-            f"peak {peak:.0f} MiB",
-            (0.995, peak),
-            xycoords=panel.get_yaxis_transform(),  # x in parts of the panel, y in MiB
-            textcoords="offset points",
-            xytext=(0, 3),
-            ha="right",
-            color="#bb5566",
-        )
-        panel.set_title(f"{schedule}: {explanation}", loc="left", fontsize=10)
-        panel.set_xlim(0, len(line) - 1)
-        panel.set_ylim(0, top)
-        panel.set_xticks([])
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[1].set_ylabel("live tensor bytes above those at the start (MiB)")
-    panels[-1].set_xlabel("operations that allocate or free, in order, over one step")
+    torch.manual_seed(0)
+    dense = dense_case(HEADS, "cpu")
+    image = torch.randn(4, 3, 64, 64)
+    labels = {f"head{i}": torch.randint(CLASSES, (4, 64, 64)) for i in (0, 1)}
+    deep = deep_model()
+    columns = (
+        {name: timeline(dense.model, dense.batch, *how) for name, how in DENSE.items()},
+        {name: timeline(deep, {"image": image, **labels}, *how) for name, how in DEEP.items()},
+    )
+    figure = Figure(figsize=(13, 7.2), layout="constrained")
+    panels = figure.subplots(3, 2, width_ratios=[3.2, 1])
+    for column, (timelines, labelled) in enumerate(zip(columns, (0.06, 0.22), strict=True)):
+        draw_panels(dict(zip(timelines, panels[:, column], strict=True)), timelines, labelled)
+    panels[1, 0].set_ylabel("live tensor bytes (MiB)")
+    panels[2, 0].set_xlabel("operations that allocate or free, in order, over one step")
+    panels[2, 1].set_xlabel("the same for a trunk that dominates")
+    handles, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

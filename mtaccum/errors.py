@@ -42,6 +42,14 @@ class NonfiniteError(MtaccumError, FloatingPointError):
     """A loss or gradient that is NaN or infinite; nothing was changed by its step."""
 
 
+class PredictionError(MtaccumError):
+    """A model whose memory can't be predicted, only measured; names what stands in the way."""
+
+
+class BudgetError(MtaccumError):
+    """No plan fits a memory budget; says how little memory can do."""
+
+
 class InexactWarning(UserWarning):
     """Training goes on, but its gradient is not the one of the joint loss over the whole batch."""
 

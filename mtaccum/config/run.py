@@ -29,6 +29,7 @@ from mtaccum.config.schema import RunConfig
 from mtaccum.data import MicroBatchSampler
 from mtaccum.engine import Engine, WindowPlan
 from mtaccum.errors import ConfigError, first_line, unknown_name
+from mtaccum.memory import format_bytes
 from mtaccum.model import MultiTaskModel
 from mtaccum.training import (
     Outcome,
@@ -39,7 +40,7 @@ from mtaccum.training import (
     make_lr_scheduler,
     write_text,
 )
-from mtaccum.training.display import format_bytes, print_summary
+from mtaccum.training.display import print_summary
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class Run:
             "skipped_steps": self.trainer.engine.skips.total,
             "peak_bytes": None if peak is None else peak.peak_bytes,
             "peak_method": None if peak is None else peak.method,
+            "peak_stage": None if peak is None else peak.stage,
+            "peak_by_kind": None if peak is None else dict(peak.by_kind),
+            "reserved_bytes": None if peak is None else peak.reserved_bytes,
             "tasks": outcome.evaluation,
             "elapsed_s": round(outcome.elapsed_s, 3),
         }
@@ -116,9 +120,9 @@ def prepare(config: RunConfig) -> Run:
     state = None if config.resume is None else load_checkpoint(find_checkpoint(config.resume))
     check_folder(folder, config.resume)
     device = find_device(config.device)
-    _seed(config.seed)
-    train = _dataset("data.train", config.data.train)
-    validation = _dataset("data.val", config.data.val)
+    seed_all(config.seed)
+    train = dataset_of("data.train", config.data.train)
+    validation = dataset_of("data.val", config.data.val)
     sampler = MicroBatchSampler(
         len(train),
         config.batch_size,
@@ -171,13 +175,13 @@ def _logger(config: Mapping[str, Any]) -> Any:
     return logger
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
-def _dataset(place: str, config: Mapping[str, Any]) -> Any:
+def dataset_of(place: str, config: Mapping[str, Any]) -> Any:
     dataset = instantiate(place, config)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"{place}: {type(dataset).__name__} needs a length and an index; it has not both.")

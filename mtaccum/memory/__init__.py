@@ -1,5 +1,21 @@
-"""Memory: live tensor bytes, measured."""
+"""Memory: live tensor bytes of a step, measured for real or predicted on fake tensors."""
 
-from mtaccum.memory.tracker import LiveBytes, PeakReport, measure_peak
+from mtaccum.memory.ledger import KINDS
+from mtaccum.memory.measure import PeakReport, measure_peak, measure_step
+from mtaccum.memory.predict import FakeTraining, How, Prediction
+from mtaccum.memory.tracker import LiveBytes, Moment
+from mtaccum.memory.units import format_bytes, parse_bytes
 
-__all__ = ["LiveBytes", "PeakReport", "measure_peak"]
+__all__ = [
+    "KINDS",
+    "FakeTraining",
+    "How",
+    "LiveBytes",
+    "Moment",
+    "PeakReport",
+    "Prediction",
+    "format_bytes",
+    "measure_peak",
+    "measure_step",
+    "parse_bytes",
+]

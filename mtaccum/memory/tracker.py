@@ -1,31 +1,51 @@
-"""Peak memory of a piece of code, in bytes.
-
-On the CPU the measure is *live tensor bytes*: the sizes of all tensor storages alive at one
-moment, followed op by op by :class:`LiveBytes`. On CUDA it is the peak of PyTorch's allocator.
-"""
+"""LiveBytes: the bytes of live tensors, op by op, by what they are and by what was going on."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes", "PeakReport", "measure_peak"]
+from mtaccum.memory.ledger import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    KINDS,
+    PARAMETERS,
+    TEMPORARIES,
+    Ledger,
+    storages_of,
+)
+
+Existing = Iterable[Tensor | nn.Module]
 
 # Hands a tensor built outside the dispatcher (``torch.tensor([1.0])``) to the program: the storage
 # is new, though it is the op's input.
 _LIFT = torch.ops.aten.lift_fresh.default
-_Existing = Iterable[Tensor | nn.Module]
+_COPY = torch.ops.aten._to_copy.default
+
+
+class Moment(NamedTuple):
+    """One op of a timeline.
+
+    Attributes:
+        op: its name, as PyTorch's dispatcher has it.
+        live_bytes: alive as it returned, its inputs included.
+        stage: what was going on: ``trunk forward``; "" between stages.
+        by_kind: the same bytes in the order of ``KINDS``.
+    """
+
+    op: str
+    live_bytes: int
+    stage: str
+    by_kind: tuple[int, ...]
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of live CPU tensor storages while it is entered.
+    """Follows the bytes of live tensor storages on one type of device while it is entered.
 
     A storage counts from the op that returns it first until its last reference goes, whoever
     holds that: a Python name, a view, or autograd's saved tensors. Views and in-place ops add
@@ -33,20 +53,28 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Not counted: tensors that existed before and are not in ``existing``; temporaries that a
     kernel allocates and frees inside one op (convolution workspaces, for instance); ops run by
-    other threads. CUDA and meta tensors are ignored.
+    other threads; tensors on other types of device.
 
     While any dispatch mode is active, autograd adds the gradients that meet at one tensor out of
     place, where it may otherwise add in place: there the count is above an unobserved run's by
     up to one gradient of that tensor.
 
+    What a storage is, is not known when it is made: it is one of the ``temporaries`` until ``label``
+    says more. ``watching`` does that for a step of an engine.
+
     Args:
-        existing: what is alive already and shall count: tensors of any shape, and modules, each
-            standing for its parameters, their gradients, and its buffers. Shared storages count
+        existing: what is alive already and shall count: tensors of any shape (``inputs``), and modules,
+            each standing for its parameters, their gradients, and its buffers. Shared storages count
             once. No reference is kept to any of them, so their deaths are followed as well.
+        device: the type of device whose tensors count: ``cpu``, ``cuda``.
         timeline: whether to record :attr:`timeline`.
 
     An object serves for one ``with`` block, after which its numbers stay as they were at the end.
     Different objects may be nested: each counts what is created inside its own block.
+
+    Attributes:
+        stage: what is going on, for the timeline and the peak; to be set by whoever knows.
+        peak_stage: what was going on at the peak.
 
     Raises:
         RuntimeError: on entering an object for the second time.
@@ -54,13 +82,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         NotImplementedError: on a sparse layout other than COO, or a subclass wrapping tensors.
     """
 
-    def __init__(self, existing: _Existing = (), *, timeline: bool = False) -> None:
+    def __init__(
+        self, existing: Existing = (), *, device: torch.device | str = "cpu", timeline: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = _Ledger()
+        self._ledger = Ledger()
+        self._device_type = torch.device(device).type
         self._entered = False
-        self._timeline: list[tuple[str, int]] | None = [] if timeline else None
-        for storage in _storages(list(_existing_tensors(existing))):
-            self._ledger.count(storage)
+        self._timeline: list[Moment] | None = [] if timeline else None
+        self.stage = self.peak_stage = ""
+        for tensor, kind in _existing_tensors(existing):
+            for storage in storages_of(tensor, self._device_type):
+                self._ledger.count(storage, kind)
         self.reset_peak()
 
     @property
@@ -74,8 +107,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._ledger.peak
 
     @property
-    def timeline(self) -> list[tuple[str, int]]:
-        """The ops in order, each as (name, bytes live as it returned, its inputs included).
+    def current_by_kind(self) -> dict[str, int]:
+        """Bytes live now, by kind."""
+        return dict(zip(KINDS, self._ledger.by_kind, strict=True))
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """What the peak consisted of, in bytes by kind."""
+        return dict(zip(KINDS, self._ledger.peak_by_kind, strict=True))
+
+    @property
+    def timeline(self) -> list[Moment]:
+        """The ops in order.
 
         Raises RuntimeError unless the object was made with ``timeline=True``.
         """
@@ -85,7 +128,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         """Makes the bytes live now the peak."""
-        self._ledger.peak = self._ledger.current
+        self._ledger.peak = -1
+        self._ledger.note_peak()
+        self.peak_stage = self.stage
+
+    def label(self, values: object, kind: int) -> None:
+        """Say what counted tensors in nested containers are, unless they are something stronger already
+        (earlier in ``KINDS``)."""
+        for storage in storages_of(values, self._device_type):
+            self._ledger.label(storage, kind)
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -104,147 +155,47 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         # The storage objects are held across the op, not just their addresses: where the op frees
         # an input's storage, a new one at the same address would otherwise pass for an input.
-        inputs = list(_storages((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        inputs = storages_of((args, kwargs), self._device_type)
+        result = func(*args, **kwargs)
         ledger = self._ledger
         # An input that is not counted was there before the block: it stays uncounted, also when
         # the op returns it again (a view, or an in-place op).
         foreign = {s._cdata for s in inputs if not ledger.refresh(s) and func is not _LIFT}
-        for storage in _storages(result):
-            if storage._cdata not in foreign:
-                ledger.count(storage)
+        outputs = [s for s in storages_of(result, self._device_type) if s._cdata not in foreign]
+        if outputs:
+            kind = self._kind_of_new(func)
+            for storage in outputs:
+                ledger.count(storage, kind)
         # Between ops bytes can only go down, so this is the only place that can set a peak.
-        ledger.peak = max(ledger.peak, ledger.current)
+        if ledger.note_peak():
+            self.peak_stage = self.stage
+        self.seen(func, args, kwargs, result)
         if self._timeline is not None:
-            self._timeline.append((str(func), ledger.current))
+            self._timeline.append(Moment(str(func), ledger.current, self.stage, tuple(ledger.by_kind)))
         return result
 
+    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Called after each op, for subclasses."""
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a counted storage, with its address and its counted size in bytes."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
-
-
-class _Ledger:
-    """The counted storages and their sum.
-
-    Keyed by the address of the C++ storage. An address may be used again, but not before the
-    entry is gone: once made, a storage's Python object lives as long as the C++ storage, even
-    if no Python name is left, and owns a reference to it. So the weak reference dies exactly
-    when the last C++ reference goes, just before the memory is released. The ledger owns the
-    weak references, and they know it only weakly: neither it nor a storage keeps the other.
-    """
-
-    def __init__(self) -> None:
-        self.current = self.peak = 0
-        self.refs: dict[int, _StorageRef] = {}
-        this = weakref.ref(self)
-
-        def drop(ref: weakref.ref[torch.UntypedStorage]) -> None:
-            ledger = this()
-            if ledger is not None and isinstance(ref, _StorageRef):
-                del ledger.refs[ref.key]
-                ledger.current -= ref.nbytes
-
-        self._drop = drop
-
-    def count(self, storage: torch.UntypedStorage) -> None:
-        """Counts ``storage`` at its present size, once however often it is given."""
-        if storage.device.type != "cpu" or self.refresh(storage):
-            return
-        ref = _StorageRef(storage, self._drop)
-        ref.key, ref.nbytes = storage._cdata, storage.nbytes()
-        # A storage of no bytes is entered too: it may be an ``out=`` argument, yet to grow.
-        self.refs[ref.key] = ref
-        self.current += ref.nbytes
-
-    def refresh(self, storage: torch.UntypedStorage) -> bool:
-        """Follows a resize of ``storage``; returns whether it is counted at all."""
-        if (ref := self.refs.get(storage._cdata)) is None:
-            return False
-        # No call within the update of the sum: garbage collected there could cause a drop, and
-        # its subtraction would be lost.
-        growth = storage.nbytes() - ref.nbytes
-        self.current += growth
-        ref.nbytes += growth
-        return True
+    def _kind_of_new(self, func: Any) -> int:
+        # graph mode within a backward: a recomputed part runs again, and keeps what it makes for a while
+        if torch._C._current_graph_task_id() != -1:
+            return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARIES
+        if func is _COPY and not self.stage:
+            return INPUTS  # a micro-batch on its way to the device
+        return TEMPORARIES
 
 
-def _storages(values: object) -> Iterator[torch.UntypedStorage]:
-    """The storages of all tensors (and bare storages) in nested containers."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.UntypedStorage):
-            yield leaf
-        elif isinstance(leaf, Tensor):
-            wrapper = is_traceable_wrapper_subclass(leaf)
-            if leaf.layout == torch.strided and not wrapper:
-                yield leaf.untyped_storage()
-            elif leaf.layout == torch.sparse_coo:
-                yield from (leaf._indices().untyped_storage(), leaf._values().untyped_storage())
-            else:
-                kind = f"{type(leaf).__name__} of layout {leaf.layout}"
-                raise NotImplementedError(f"cannot tell the memory of a {kind}")
-
-
-def _existing_tensors(existing: _Existing) -> Iterator[Tensor]:
+def _existing_tensors(existing: Existing) -> Iterator[tuple[Tensor, int]]:
+    for item in existing:
+        if isinstance(item, nn.Module):
+            for tensor in (*item.buffers(), *item.parameters()):
+                yield tensor, PARAMETERS
+                if tensor.is_leaf and tensor.grad is not None:
+                    yield tensor.grad, GRADIENTS
     for item in existing:
         if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, nn.Module):
-            yield from item.buffers()
-            for parameter in item.parameters():
-                yield from (parameter,) if parameter.grad is None else (parameter, parameter.grad)
-        else:
+            yield item, INPUTS
+        elif not isinstance(item, nn.Module):
             raise TypeError(f"existing takes tensors and modules, not {type(item).__name__}")
-
-
-@dataclass(frozen=True)
-class PeakReport:
-    """Peak memory of a step, the bytes alive at its start included, and how it was measured."""
-
-    peak_bytes: int
-    start_bytes: int
-    method: str
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes by which the peak exceeds the start."""
-        return self.peak_bytes - self.start_bytes
-
-
-def measure_peak(
-    step: Callable[[], object],
-    *,
-    device: torch.device | str = "cpu",
-    existing: _Existing = (),
-) -> PeakReport:
-    """Runs ``step()`` once and reports its peak memory in bytes.
-
-    On the CPU the method is "live tensor bytes", by :class:`LiveBytes`: the start is the size of
-    ``existing``; temporaries inside kernels are not seen. On CUDA it is "CUDA allocator
-    peak": the start is all that the device's allocator has handed out, so ``existing`` plays no
-    part, and kernels' temporaries and rounding count. The device's peak statistics are reset.
-
-    Gradients that the step creates, rather than adds to, count as its own memory: to have them
-    counted at the start, make them first (run the step once) and put the model in ``existing``.
-
-    Raises ValueError for other devices, and RuntimeError for CUDA where there is none.
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        with LiveBytes(existing) as live:
-            start = live.current_bytes
-            step()
-        return PeakReport(live.peak_bytes, start, "live tensor bytes")
-    if device.type != "cuda":
-        raise ValueError(f"peak memory can be measured on cpu and cuda, not on {device.type}")
-    if not torch.cuda.is_available():
-        raise RuntimeError("no CUDA device is available")
-    # The allocator keeps its books at the time of the calls, so no kernel need be waited for.
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
-    step()
-    return PeakReport(torch.cuda.max_memory_allocated(device), start, "CUDA allocator peak")

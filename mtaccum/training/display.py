@@ -84,12 +84,3 @@ def _losses(scalars: Mapping[str, float]) -> str:
 def _metrics(metrics: Mapping[str, float]) -> str:
     shown = [f"{key} {value:.3f}" for key, value in metrics.items() if not math.isnan(value)]
     return ", ".join(shown) or "no labels"
-
-
-def format_bytes(size_bytes: float) -> str:
-    """Bytes for people, in powers of 1024: ``412.0 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.2f} GiB"

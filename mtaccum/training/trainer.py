@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +16,8 @@ from torch.utils.data import DataLoader
 from mtaccum.data import MicroBatchSampler, loaded
 from mtaccum.engine import Engine, StepResult, windows
 from mtaccum.errors import BatchError, NonfiniteError
-from mtaccum.memory import PeakReport, measure_peak
+from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
-from mtaccum.structure import tensors_of
 from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
 from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
@@ -25,6 +25,7 @@ from mtaccum.training.interrupt import Interrupt, interruptible
 from mtaccum.training.loggers import Logger
 from mtaccum.training.pictures import Pictures
 from mtaccum.training.settings import Outcome, TrainerSettings
+from mtaccum.training.timeline import log_timeline
 
 
 class Trainer:
@@ -157,7 +158,6 @@ class Trainer:
 
     def _step(self, window: list[Any]) -> StepResult:
         """One step; the first one with optimizer state, or the only one, is measured."""
-        results: list[StepResult] = []
         self._stepping = True
         self.batches_in_epoch += 1
         assert self.engine.optimizer is not None
@@ -165,16 +165,12 @@ class Trainer:
         device = self.model.device
         measurable = device.type in ("cpu", "cuda")
         if measurable and self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
-            modules = [self.model] if self.average is None else [self.model, self.average]
-            state = [v for s in self.engine.optimizer.state.values() for v in s.values()]
-            self.peak = measure_peak(
-                lambda: results.append(self.engine.step(window)),
-                device=device,
-                existing=[*modules, *tensors_of([state, window], strict=False)],
-            )
+            copies = [] if self.average is None else [self.average]
+            result, peak = measure_step(self.engine, window, existing=copies, timeline=True)
+            log_timeline(self.steps + 1, f"step {self.steps + 1}: {self.engine.schedule}", peak, self.loggers)
+            self.peak = replace(peak, timeline=())
         else:
-            results.append(self.engine.step(window))
-        result = results[0]
+            result = self.engine.step(window)
         if result.stepped:
             self.steps += 1
             self.micro_batches += result.micro_batches

@@ -29,7 +29,7 @@ from mtaccum import (
     split_backward,
     split_batch,
 )
-from mtaccum.memory.tracker import measure_peak
+from mtaccum.memory import measure_peak
 
 timm = pytest.importorskip("timm")
 resnet = pytest.importorskip("torchvision.models.resnet")

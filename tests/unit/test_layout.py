@@ -16,7 +16,7 @@ PACKAGE = ROOT / "mtaccum"
 
 # From the bottom up: each part may import itself and those before it. The commands come last; the face,
 # mtaccum/__init__.py, may import them all, and nobody inside imports the face.
-COMMANDS = ("train", "verify")
+COMMANDS = ("train", "verify", "plan")
 PARTS = (
     "errors",
     "structure",
@@ -24,14 +24,16 @@ PARTS = (
     "model",
     "tasks",
     "data",
-    "memory",
     "engine",
     "exactness",
+    "memory",
+    "planning",
     "training",
     "config",
     *COMMANDS,
 )
 ONLY_CONFIG = {"hydra", "omegaconf"}
+OF_EXTRAS = {"matplotlib"}  # imported in functions only, which say or do without where it is missing
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where the names of import and package differ
 
 
@@ -110,8 +112,10 @@ def test_every_package_that_is_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[^\w.-]", line)[0].lower() for line in project["dependencies"]}
     imported = {module.partition(".")[0] for _, _, modules in IMPORTS for module in modules}
-    foreign = imported - sys.stdlib_module_names - {"mtaccum"}
+    foreign = imported - sys.stdlib_module_names - {"mtaccum"} - OF_EXTRAS
     assert {DISTRIBUTIONS.get(name, name) for name in foreign} <= declared
+    extras = project["optional-dependencies"]
+    assert {re.split(r"[^\w.-]", line)[0].lower() for line in extras["plot"]} == OF_EXTRAS
     # tensorboard alone is imported through torch.utils.tensorboard
     assert declared - {DISTRIBUTIONS.get(name, name) for name in foreign} == {"tensorboard"}
 

@@ -24,7 +24,7 @@ from mtaccum import (
     split_backward,
     split_batch,
 )
-from mtaccum.memory.tracker import LiveBytes, measure_peak
+from mtaccum.memory import LiveBytes, measure_peak
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,7 @@ def fit(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def images_in(folder: Path) -> dict[str, dict[int, np.ndarray[Any, Any]]]:
+def images_in(folder: Path, part: str = "val/") -> dict[str, dict[int, np.ndarray[Any, Any]]]:
     """The pictures of a run by tag and step, (3, height, width), decoded from its event files."""
     events = EventAccumulator(str(folder), size_guidance={"images": 0}).Reload()
     return {
@@ -90,6 +90,7 @@ def images_in(folder: Path) -> dict[str, dict[int, np.ndarray[Any, Any]]]:
             for event in events.Images(tag)
         }
         for tag in events.Tags()["images"]
+        if tag.startswith(part)
     }
 
 
@@ -170,3 +171,18 @@ def test_tensorboard_pictures_are_written_as_they_are_and_hidden_by_a_rewind(tmp
     again.log_pictures(5, {"val/a": picture})
     again.close()
     assert list(images_in(tmp_path)["val/a"]) == [1, 5]
+
+
+def test_the_memory_of_the_measured_step_is_drawn_once(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trainer = fit(make(tmp_path, [TensorBoardLogger(tmp_path)]))
+    drawn = images_in(tmp_path, "memory/")
+    assert list(drawn) == ["memory/step"]
+    assert list(drawn["memory/step"]) == [2]  # the first step whose optimizer has its state
+    colours = {tuple(pixel) for pixel in drawn["memory/step"][2].reshape(3, -1).T.tolist()}
+    assert (0x00, 0x72, 0xB2) in colours  # of activations
+    assert trainer.peak is not None
+    assert sum(trainer.peak.by_kind.values()) == trainer.peak.peak_bytes
+    assert trainer.peak.by_kind["parameters"] == sum(
+        t.nbytes for t in (*trainer.model.parameters(), *trainer.model.buffers())
+    )

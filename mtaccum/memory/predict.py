@@ -1,0 +1,335 @@
+"""Prediction: the engine's own step, run on fake tensors under the tracker. Nothing is allocated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import AdamW, Optimizer
+
+from mtaccum.batch import batch_size_of, split_batch
+from mtaccum.engine import Engine, WindowPlan
+from mtaccum.errors import MtaccumError, PredictionError, listed
+from mtaccum.memory.fake import as_fake, build_empty, fake_nest, make_fake, make_state
+from mtaccum.memory.flops import flops_of
+from mtaccum.memory.ledger import OPTIMIZER
+from mtaccum.memory.tracker import LiveBytes, Moment
+from mtaccum.memory.watching import state_tensors, watching
+from mtaccum.model import MultiTaskModel, evaluating
+from mtaccum.structure import map_tensors, tensors_of
+
+BuildModel = Callable[[], MultiTaskModel]
+BuildOptimizer = Callable[[MultiTaskModel], Optimizer]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a step is run: the arguments of an engine that change its memory, and K.
+
+    Attributes:
+        schedule, recompute, groups, offload: as for ``Engine``; chunks too, as pairs.
+        accumulate: into how many micro-batches the batch is cut.
+    """
+
+    schedule: str = "split"
+    accumulate: int = 1
+    recompute: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+    chunks: tuple[tuple[str, int], ...] = ()
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step would need, parameters, optimizer state and inputs included.
+
+    Attributes:
+        peak_bytes: most live tensor bytes during the step.
+        start_bytes: alive before it.
+        stage: what is going on at the peak.
+        by_kind: what the peak consists of, in bytes.
+        flops: floating-point operations of the step's matrix products, convolutions and attention.
+        timeline: the ops of the step, if asked for.
+    """
+
+    peak_bytes: int
+    start_bytes: int
+    stage: str
+    by_kind: Mapping[str, int]
+    flops: int
+    timeline: Sequence[Moment] = field(default=(), repr=False)
+
+
+class Tracker(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts FLOPs too."""
+
+    def __init__(self, existing: Any, *, timeline: bool = False) -> None:
+        super().__init__(existing, timeline=timeline)
+        self.flops = 0
+
+    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.flops += flops_of(func, args, kwargs, result)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """The optimizer that is assumed where none is given."""
+    return AdamW(model.parameters())
+
+
+class FakeTraining:
+    """A model, its optimizer and a batch on fake tensors, on which steps are predicted.
+
+    Args:
+        build_model: returns the model; called on the device ``meta``.
+        batch: a real batch of one step: its labels are counted; of all else the shapes are used. Or a list
+            of the micro-batches, if ``cut`` is given.
+        build_optimizer: makes the optimizer of a model; AdamW if none is given.
+        device: ``cpu``; or ``cuda``, for an estimate: optimizers work on lists of tensors there, and only the
+            micro-batch that runs lies on the device.
+        precision, batchnorm, max_grad_norm: as for ``Engine``.
+        copies: further copies of the model that live beside it, such as averaged weights.
+
+    Raises:
+        PredictionError: recurrent layers, whose kernels' memory isn't known, or a model that can't be built.
+    """
+
+    def __init__(
+        self,
+        build_model: BuildModel,
+        batch: Any,
+        *,
+        build_optimizer: BuildOptimizer | None = None,
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+        batchnorm: str = "keep",
+        max_grad_norm: float | None = None,
+        copies: int = 0,
+    ) -> None:
+        self.batch = batch
+        self.device_type = torch.device(device).type
+        self.batchnorm = "keep" if batchnorm == "sync" else batchnorm
+        self._options: dict[str, Any] = {
+            "precision": precision,
+            "batchnorm": self.batchnorm,
+            "max_grad_norm": max_grad_norm,
+            "scaler": _NoScaler() if precision == "fp16" else None,
+        }
+        self._build_model = build_model
+        self._counting: MultiTaskModel | None = None
+        self._counted: dict[object, WindowPlan] = {}
+        # what hides in lists, say, is converted where it is met
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model = build_empty(build_model)
+        _refuse_recurrent(self.model)
+        make_fake(self.model, self.mode)
+        with self.mode, explained(self.model):
+            self.optimizer = (build_optimizer or adamw)(self.model)
+            if self.device_type == "cuda":
+                _as_on_cuda(self.optimizer)
+            make_state(self.optimizer, [p for g in self.optimizer.param_groups for p in g["params"]])
+            held = [*self.model.parameters(), *self.model.buffers()]
+            self.copies = [torch.empty_like(tensor) for _ in range(copies) for tensor in held]
+
+    def predict(
+        self,
+        how: How,
+        *,
+        timeline: bool = False,
+        make_tracker: Callable[..., Tracker] = Tracker,
+    ) -> Prediction:
+        """The memory of one step, once the optimizer has its state.
+
+        Of many micro-batches two of each kind are run, alike in size and in which tasks have labels; the
+        others would repeat these.
+
+        Raises:
+            PredictionError: the step reads values that fake tensors don't have.
+            MtaccumError: whatever ``Engine`` or its ``step`` raises.
+        """
+        real = split_batch(self.batch, how.accumulate)
+        engine = Engine(
+            self.model,
+            self.optimizer,
+            schedule=how.schedule,
+            recompute=how.recompute,
+            groups=how.groups,
+            chunks=dict(how.chunks),
+            **self._options,
+        )
+        sizes = [batch_size_of(micro_batch) for micro_batch in real]
+        plan, chosen = _shortened(self._counts(engine, real), sizes)
+        flops_share = sum(sizes[index] for index in chosen) / max(1, sum(sizes))
+        with self.mode, warnings.catch_warnings(), explained(self.model):
+            warnings.simplefilter("ignore")  # they are for whoever runs it
+            batch = fake_nest(self.batch, self.mode)
+            window = [split_batch(batch, how.accumulate)[index] for index in chosen]
+            lying = batch if self.device_type == "cpu" else self._alone(max(window, key=batch_size_of))
+            alive: list[Tensor | nn.Module] = [
+                self.model,
+                *(*self.copies, *state_tensors(self.optimizer), *tensors_of(lying, strict=False)),
+            ]
+            tracker = make_tracker(alive, timeline=timeline)
+            tracker.label(state_tensors(self.optimizer), OPTIMIZER)
+            tracker.reset_peak()
+            start = tracker.current_bytes
+            offloading = _offloading() if how.offload else nullcontext()
+            with tracker, watching(tracker, self.model, self.optimizer), offloading:
+                engine.step(window, plan)
+        return Prediction(
+            tracker.peak_bytes,
+            start,
+            tracker.peak_stage,
+            tracker.peak_by_kind,
+            round(tracker.flops / flops_share),
+            tracker.timeline if timeline else (),
+        )
+
+    def _alone(self, micro_batch: Any) -> Any:
+        """A micro-batch with storages of its own, as a device has it."""
+        return map_tensors(micro_batch, as_fake, strict=False)
+
+    def _counts(self, engine: Engine, window: Sequence[Any]) -> WindowPlan:
+        """The labels, counted by the tasks; by those of a real model where they need its tensors."""
+        key = len(window), tuple(engine.arrangement.chunks.items())
+        if key not in self._counted and self._counting is None:
+            try:
+                self._counted[key] = engine.plan(window)
+            except (MtaccumError, RuntimeError, AssertionError, TypeError):
+                self._counting = self._build_model()
+        if key not in self._counted:
+            assert self._counting is not None
+            tasks = self._counting.tasks_by_name()
+            self._counted[key] = WindowPlan.of(tasks, window, engine.arrangement.chunks)
+        return self._counted[key]
+
+
+def predict_evaluation(training: FakeTraining, samples: int) -> int:
+    """Bytes at the peak of an evaluation of so many samples at once, in proportion to those of the batch."""
+    model = training.model
+    with training.mode, explained(model), evaluating(model):
+        batch = fake_nest(training.batch, training.mode)
+        held: list[Tensor | nn.Module] = [model, *training.copies, *state_tensors(training.optimizer)]
+        tracker = Tracker([*held, *tensors_of(batch, strict=False)])
+        fixed = Tracker(held).current_bytes
+        with tracker:
+            model(batch)
+    return fixed + round((tracker.peak_bytes - fixed) * samples / max(1, batch_size_of(training.batch)))
+
+
+def _shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, list[int]]:
+    """The micro-batches that tell of all, two of each kind, and the plan of these."""
+    kinds = [(size, tuple(plan.active(index))) for index, size in enumerate(sizes)]
+    chosen = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
+    counts = {name: tuple(numbers[i] for i in chosen) for name, numbers in plan.counts.items()}
+    parts = {name: tuple(lists[i] for i in chosen) for name, lists in plan.parts.items()}
+    return WindowPlan(counts, plan.weights, parts), chosen
+
+
+@contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Say which module needs what fake tensors don't have.
+
+    Raises:
+        PredictionError: in place of PyTorch's own errors.
+    """
+    entered: list[str] = []
+    names = {id(module): name for name, module in model.named_modules()}
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: entered.append(names.get(id(module), "")) if id(module) in names else None
+    )
+    try:
+        yield
+    except (PredictionError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if (what := _needs_values(error)) is None:
+            raise
+        where = f"after {entered[-1]} began" if entered and entered[-1] else "in the step"
+        raise PredictionError(
+            f"the memory of this model can't be predicted, since it depends on values: {what} ({where}). "
+            f"Measure it: mtaccum.memory.measure_step."
+        ) from error
+    finally:
+        hook.remove()
+
+
+def _needs_values(error: BaseException | None) -> str | None:
+    """The op that needed values, if that is the cause of an error."""
+    while error is not None:
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            return f"{error.func}"
+        if isinstance(error, UnsupportedOperatorException):
+            return f"{error.func}, which PyTorch can't run without values"
+        text = str(error)
+        if "FakeTensor" in text or "fake tensor" in text or "Fake mode" in text:
+            return text.splitlines()[0][:200]
+        error = error.__cause__
+    return None
+
+
+def _refuse_recurrent(model: nn.Module) -> None:
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
+    if names:
+        raise PredictionError(
+            f"the memory of recurrent layers can't be predicted, since their kernels keep what isn't seen: "
+            f"{listed(names)}. Measure it: mtaccum.memory.measure_step."
+        )
+
+
+def _as_on_cuda(optimizer: Optimizer) -> None:
+    """Choose the implementation that PyTorch would choose on CUDA."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+class _NoScaler:
+    """Stands for a GradScaler, which reads values; its factors take no memory worth counting."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * 1.0
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0)
+
+    def step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def update(self, new_scale: float | None = None) -> None:
+        pass
+
+    def get_scale(self) -> float:
+        return 1.0
+
+    def is_enabled(self) -> bool:
+        return True
+
+
+@contextmanager
+def _offloading() -> Iterator[None]:
+    """As ``save_on_cpu`` on a device: what is saved leaves it, and comes back for the backward."""
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+    def unpack(packed: Any) -> Tensor:
+        size, stride, dtype, requires_grad = packed
+        return torch.empty_strided(size, stride, dtype=dtype, requires_grad=requires_grad)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

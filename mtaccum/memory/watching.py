@@ -1,0 +1,86 @@
+"""Watching a step: says to a tracker which stage runs, and what the tensors are that it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+
+from mtaccum.engine.stages import STEP, observing
+from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, GRADIENTS, OPTIMIZER
+from mtaccum.memory.tracker import LiveBytes
+from mtaccum.structure import tensors_of
+
+
+@contextmanager
+def watching(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+    """Around steps of an engine inside ``with live``: label what they make.
+
+    Args:
+        live: the tracker, with the optimizer's state labelled, if there is any.
+        model: whose gradients are known by their parameters.
+        optimizer: whose state is known after its first step.
+    """
+    labels = _Labels(live, optimizer)
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hook = _after_accumulation(parameter, labels.gradient)
+                stack.callback(hook.remove)
+        stack.enter_context(observing(labels))
+        # inside a recomputed part PyTorch's own hooks are in force, and nothing is kept
+        stack.enter_context(saved_tensors_hooks(labels.saved, _same))
+        yield
+
+
+class _Labels:
+    """Labels tensors of a step as they become known; an ``Observer`` of its stages."""
+
+    def __init__(self, live: LiveBytes, optimizer: Optimizer | None) -> None:
+        self._live, self._optimizer = live, optimizer
+        self._stages: list[str] = []
+
+    def begins(self, node: str, phase: str) -> None:
+        self._stages.append(self._live.stage)
+        self._live.stage = f"{node} {phase}"
+
+    def ends(self, node: str, phase: str) -> None:
+        self._live.stage = self._stages.pop()
+        if phase == STEP:
+            self.label_state()
+
+    def cut(self, leaves: Sequence[Tensor]) -> None:
+        for leaf in leaves:
+            self._live.label(leaf, FEATURES)
+            _after_accumulation(leaf, self._cut_gradient)
+
+    def gradient(self, parameter: Tensor) -> None:
+        self._live.label(parameter.grad, GRADIENTS)
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        self._live.label(tensor, ACTIVATIONS)
+        return tensor
+
+    def label_state(self) -> None:
+        if self._optimizer is not None:
+            self._live.label(state_tensors(self._optimizer), OPTIMIZER)
+
+    def _cut_gradient(self, leaf: Tensor) -> None:
+        self._live.label(leaf.grad, FEATURES)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state: moments, step counts."""
+    return tensors_of([v for state in optimizer.state.values() for v in state.values()], strict=False)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _after_accumulation(leaf: Tensor, function: Callable[[Tensor], None]) -> Any:
+    return leaf.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
