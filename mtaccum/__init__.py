@@ -13,6 +13,7 @@ from mtaccum.engine import (
 )
 from mtaccum.errors import (
     BatchError,
+    BudgetError,
     ConfigError,
     FeatureError,
     InexactWarning,
@@ -21,6 +22,7 @@ from mtaccum.errors import (
     MtaccumError,
     NonfiniteError,
     OptimizerError,
+    PredictionError,
     TaskError,
 )
 from mtaccum.model import MultiTaskModel, Neck
@@ -30,12 +32,14 @@ from mtaccum.tasks import Classification, Regression, Segmentation, Task, regist
 if TYPE_CHECKING:
     from mtaccum.config import load
     from mtaccum.exactness import check_exactness
+    from mtaccum.planning import find_plan
     from mtaccum.training import evaluate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchError",
+    "BudgetError",
     "Classification",
     "ConfigError",
     "Engine",
@@ -48,6 +52,7 @@ __all__ = [
     "Neck",
     "NonfiniteError",
     "OptimizerError",
+    "PredictionError",
     "Regression",
     "Segmentation",
     "StepResult",
@@ -57,6 +62,7 @@ __all__ = [
     "__version__",
     "check_exactness",
     "evaluate",
+    "find_plan",
     "load",
     "register_split",
     "register_structure",
@@ -69,11 +75,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: loading needs hydra, evaluation rich, and a loop of your own none of these.
+    # On first use: loading needs hydra, evaluation rich, planning fake tensors, a loop of your own none.
     if name == "check_exactness":
         from mtaccum.exactness import check_exactness
 
         return check_exactness
+    if name == "find_plan":
+        from mtaccum.planning import find_plan
+
+        return find_plan
     if name == "load":
         from mtaccum.config import load
 

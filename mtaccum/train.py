@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from mtaccum.config import INTERRUPTED, RunConfig, prepare, resume_command, run_command
+from mtaccum.config import (
+    INTERRUPTED,
+    RunConfig,
+    plan_config,
+    planned,
+    prepare,
+    resume_command,
+    run_command,
+    save_plan,
+)
 
 
 def train(config: RunConfig) -> int:
     """One training; the exit code is 0, or 130 if it was interrupted."""
+    report = None
+    if config.plan == "auto":
+        report = plan_config(config)
+        config = planned(config, report)
     run = prepare(config)
+    if report is not None:
+        print(f"{report}\n", flush=True)
+        save_plan(report, Path(config.run_dir))
     print(run.describe(), flush=True)
     if config.resume is not None:
         print(f"going on from step {run.trainer.steps} of {config.resume}", flush=True)

@@ -8,6 +8,7 @@ from mtaccum.config.command import (
     run_command,
 )
 from mtaccum.config.load import load
+from mtaccum.config.plan import plan_config, planned, save_plan
 from mtaccum.config.run import Run, prepare
 from mtaccum.config.schema import RunConfig
 from mtaccum.config.verify import verify_exactness
@@ -19,8 +20,11 @@ __all__ = [
     "config_dir",
     "group_options",
     "load",
+    "plan_config",
+    "planned",
     "prepare",
     "resume_command",
     "run_command",
+    "save_plan",
     "verify_exactness",
 ]

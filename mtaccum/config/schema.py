@@ -44,6 +44,9 @@ class EngineConfig(_Section):
     batchnorm: Literal["keep", "freeze", "sync"]
     recompute: list[str]
     compile: bool | dict[str, Any]
+    groups: list[list[str]]
+    chunks: Annotated[dict[str, int], BeforeValidator(lambda chunks: chunks or {})]
+    offload: bool
 
 
 class OptimizerConfig(BaseModel):
@@ -114,6 +117,12 @@ class VerifyConfig(_Section):
     device: str
 
 
+class MemoryConfig(_Section):
+    """How much memory a plan may take."""
+
+    budget: Any
+
+
 class RunConfig(_Section):
     """A whole training. Its defaults stand in ``conf/`` and nowhere else."""
 
@@ -127,6 +136,8 @@ class RunConfig(_Section):
     trainer: TrainerConfig
     loggers: list[dict[str, Any]]
     verify: VerifyConfig
+    plan: Literal["none", "auto"]
+    memory: MemoryConfig
     batch_size: int = Field(ge=1)
     accumulate: int | None = Field(ge=1)
     micro_batch_size: int | None = Field(ge=1)

@@ -55,7 +55,7 @@ def _window(
     """The first window that has labels of all tasks once it is cut; or the one with labels of most."""
     best: tuple[int, list[Any], list[Finding]] = (-1, [], [])
     enabled = set(model.enabled_tasks())
-    for indices in _windows_of(sampler):
+    for indices in windows_of(sampler):
         sizes = [min(len(part), max(2, config.verify.samples // len(indices))) for part in indices]
         window = [
             collate(config, [dataset[i] for i in part[:size]])
@@ -73,7 +73,7 @@ def _window(
     return best[1], best[2]
 
 
-def _windows_of(sampler: MicroBatchSampler) -> Iterator[list[list[int]]]:
+def windows_of(sampler: MicroBatchSampler) -> Iterator[list[list[int]]]:
     """Indices of the samples of the first windows, by micro-batch."""
     parts = iter(sampler)
     for _ in range(min(_SEARCHED_WINDOWS, sampler.batches)):

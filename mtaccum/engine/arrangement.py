@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from mtaccum.engine.norms import batch_normalised
@@ -20,10 +21,12 @@ class Arrangement:
             time whatever it computes, so small heads are faster so; in memory a group is one head.
         chunks: for a task into how many parts its head and loss take each micro-batch; a part's graph is
             freed before the next one runs.
+        joined: whether the heads of a group do share a backward; otherwise they are neighbours only.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
     chunks: Mapping[str, int] = field(default_factory=dict)
+    joined: bool = True
 
     @classmethod
     def of(
@@ -65,6 +68,17 @@ class Arrangement:
     def group_of(self, name: str) -> tuple[str, ...]:
         """The tasks that a task shares a backward with, itself included."""
         return next((group for group in self.groups if name in group), (name,))
+
+    def in_order(self, tasks: Iterable[str]) -> list[str]:
+        """Tasks as they are run: those of a group where the first of them stands, among them as given."""
+        tasks = list(tasks)
+        members = ([other for other in tasks if other in self.group_of(name)] for name in tasks)
+        return list(dict.fromkeys(chain.from_iterable(members)))
+
+    def apart(self) -> Arrangement:
+        """The same heads in the same order and chunks, so that they draw the same random numbers, but with a
+        backward for each."""
+        return replace(self, joined=False)
 
 
 def check_lists(what: str, lists: Any) -> None:

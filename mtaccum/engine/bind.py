@@ -9,14 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from mtaccum.batch import batch_size_of, take_part
+from mtaccum.batch import batch_size_of, split_sizes, take_part
 from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.replay import frozen, is_frozen
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window import WindowPlan
+from mtaccum.errors import FeatureError
 from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
-from mtaccum.structure import describe, detach
+from mtaccum.structure import describe, detach, map_tensors
 from mtaccum.tasks.base import Task
 
 _EACH_HEAD = Arrangement()
@@ -43,7 +44,7 @@ def bind(
         arrangement: which heads become one node, and which become several.
     """
     binding = _Binding(model, batch, plan, micro_batch, log, autocast, arrangement)
-    return list(binding.nodes(model.tree(active))), model.inputs(batch)
+    return list(binding.nodes(model.tree(arrangement.in_order(active)))), model.inputs(batch)
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,17 @@ class _Binding:
     def nodes_of(self, tree: Tree) -> Iterator[Node]:
         """A node for each trunk and neck; for heads one each, or per group, or for each of their chunks."""
         for name, below in tree.items():
-            group = [member for member in self.arrangement.group_of(name) if member in tree]
             if name not in self.plan.counts:
                 yield self.inner(name, below)
             elif name in self.plan.parts:
                 counts = self.plan.parts[name][self.micro_batch]
                 yield from (self.leaf(name, chunk) for chunk, count in enumerate(counts) if count > 0)
-            elif name == group[0]:
-                yield _together([self.leaf(member) for member in group])
+            elif not self.arrangement.joined:
+                yield self.leaf(name)
+            else:
+                group = [member for member in tree if member in self.arrangement.group_of(name)]
+                if name == group[0]:
+                    yield _together([self.leaf(member) for member in group])
 
     def inner(self, name: str, below: Tree) -> Node:
         return Node(
@@ -114,9 +118,31 @@ class _Binding:
     def part(self, name: str, features: Features, chunk: int) -> tuple[Features, Any]:
         """What a head gets for a chunk: the features that it reads, and the batch."""
         samples, parts = batch_size_of(self.batch), len(self.plan.parts[name][self.micro_batch])
+        sizes = split_sizes(samples, parts)
+        rows = slice(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
         with named_errors(lambda: f"chunks of task {name!r}"):
-            cut = {n: take_part(features[n], samples, parts, chunk) for n in self.model.sources(name)}
-            return cut, take_part(self.batch, samples, parts, chunk)
+            batch = take_part(self.batch, samples, parts, chunk)
+            return {
+                node: self.model.inputs(batch) if node == ROOT else _rows(node, features[node], samples, rows)
+                for node in self.model.sources(name)
+            }, batch
+
+
+def _rows(node: str, features: Any, samples: int, rows: slice) -> Any:
+    """A node's features for some of the samples. Not as batches are cut, where a list may hold one entry per
+    sample: here it holds the levels of a pyramid, say, as many as there are."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        if tensor.shape[0] != samples:
+            raise FeatureError(
+                f"the features of {node!r} hold a {describe(tensor)}, which can't be cut with {samples} "
+                f"samples: its first dimension must be {samples}. Let it be so, or run the task whole."
+            )
+        return tensor[rows]
+
+    return map_tensors(features, cut, strict=False)
 
 
 def _together(leaves: Sequence[Node]) -> Node:

@@ -156,6 +156,26 @@ def unreached_parameters(model: MultiTaskModel, plan: WindowPlan) -> list[str]:
     ]
 
 
+def check_plan(model: MultiTaskModel, plan: Any, micro_batches: int, chunks: Collection[str]) -> None:
+    """Refuse counts that are of another window, of other tasks, or without those of the chunks."""
+    if not isinstance(plan, WindowPlan):
+        raise ConfigError(f"plan must be a WindowPlan, as Engine.plan gives, got {type(plan).__name__}.")
+    tasks = model.enabled_tasks()
+    lengths = {len(counts) for counts in plan.counts.values()}
+    wanted = set(tasks), {*tasks} & {*chunks}, {micro_batches} if tasks else set()
+    if (set(plan.counts), set(plan.parts), lengths) != wanted:
+        raise ConfigError(
+            f"the plan is of {_described(plan.micro_batches, plan.counts, plan.parts)}, but the step of "
+            f"{_described(micro_batches, tasks, chunks)}. Make it by this engine's plan(window), after tasks "
+            f"are switched on or off."
+        )
+
+
+def _described(micro_batches: int, tasks: Collection[str], chunks: Collection[str]) -> str:
+    cut = f", of which {listed(sorted(chunks))} in chunks" if chunks else ""
+    return f"{micro_batches} micro-batches and the tasks {listed(sorted(tasks))}{cut}"
+
+
 def check_window(model: MultiTaskModel, window: Sequence[Any]) -> None:
     """Refuse a batch given in place of a window of batches."""
     if not isinstance(window, list):

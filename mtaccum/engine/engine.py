@@ -25,6 +25,7 @@ from mtaccum.engine.checks import (
     check_nothing_for_step,
     check_offload,
     check_optimizer,
+    check_plan,
     check_positive,
     check_precision,
     check_window,
@@ -145,7 +146,7 @@ class Engine:
         check_precision(model, precision, scaler)
         check_norms(model, batchnorm)
         check_offload(model, offload)
-        self.arrangement = Arrangement.of(model, schedule, groups, chunks or {})
+        self.arrangement = Arrangement.of(model, schedule, groups, {} if chunks is None else chunks)
         self.arrangement.check_coupling(model, freezes=batchnorm == "freeze")
         self.offload = offload
         self.model = model
@@ -255,7 +256,10 @@ class Engine:
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)
         self.arrangement.check_coupling(self.model, freezes=self.batchnorm == "freeze")
-        plan = self.plan(window) if plan is None else plan
+        if plan is None:
+            plan = self.plan(window)
+        else:
+            check_plan(self.model, plan, len(window), self.arrangement.chunks)
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan)
         backward = self._precision.scaled(self.backward)
@@ -318,11 +322,11 @@ class Engine:
     def _find_nonfinite(self, window: Sequence[Any], before: StateBefore) -> str | None:
         """Run a window again, task by task, up to the first value that isn't finite."""
         search = Search(self.model)
-        plan = WindowPlan.of(self.model.tasks_by_name(), window)
+        plan = self.plan(window)
         log = SearchingLog(plan, search, window)
         with before.once_more(), search.watching():
             backward = log.looking(self._precision.scaled(self.backward))
-            self._run(window, plan, log, "sequential", backward, Arrangement())  # each task by itself
+            self._run(window, plan, log, "sequential", backward, self.arrangement.apart())
         return search.finding
 
     def _check_optimizer_again(self) -> None:

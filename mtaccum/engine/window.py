@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtaccum.batch import batch_size_of, split_batch
 from mtaccum.errors import ConfigError, LabelError, TaskError
+from mtaccum.model.tree import named_errors
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
 
@@ -74,7 +75,7 @@ class WindowPlan:
         enabled = {name: task for name, task in tasks.items() if task.enabled}
         raw = {name: [_count(name, task, batch) for batch in window] for name, task in enabled.items()}
         cut = {
-            name: [[_count(name, enabled[name], part) for part in in_chunks(batch, n)] for batch in window]
+            name: [[_count(name, enabled[name], p) for p in _chunks_of(name, batch, n)] for batch in window]
             for name, n in (chunks or {}).items()
             if name in enabled
         }
@@ -154,7 +155,13 @@ class WindowPlan:
 
 def in_chunks(batch: Any, chunks: int) -> list[Any]:
     """A micro-batch in up to so many parts; one with fewer samples in as many as it has."""
-    return split_batch(batch, min(chunks, max(1, batch_size_of(batch))))
+    parts = min(chunks, batch_size_of(batch))
+    return split_batch(batch, parts) if parts > 1 else [batch]
+
+
+def _chunks_of(name: str, batch: Any, chunks: int) -> list[Any]:
+    with named_errors(lambda: f"chunks of task {name!r}"):
+        return in_chunks(batch, chunks)
 
 
 def _count(name: str, task: Task, batch: Any) -> Any:

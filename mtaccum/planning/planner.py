@@ -1,0 +1,317 @@
+"""The planner: from a profile to the cheapest way of running a step that fits, predicted as a whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from mtaccum.batch import batch_size_of
+from mtaccum.engine import SCHEDULES
+from mtaccum.engine.norms import batch_normalised
+from mtaccum.errors import BatchError, BudgetError, MtaccumError, PredictionError, listed
+from mtaccum.memory import FakeTraining, How, Prediction
+from mtaccum.memory.predict import BuildModel, BuildOptimizer
+from mtaccum.model import ROOT
+from mtaccum.model.tree import Tree
+from mtaccum.planning.budget import Budget, budget_of
+from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan, PlanReport, refusal
+from mtaccum.planning.profile import Chain
+from mtaccum.planning.search import Branch, Choice, Share
+from mtaccum.planning.watcher import profile_of
+
+_CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
+_SMALL = 0.02  # a head with less than this part of a step's FLOPs is small
+_WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
+_ON_THE_FRONT = (0.7, 0.4, 0.1)  # where between the least and the most memory the front is shown
+
+Heads = frozenset[str]
+
+
+def find_plan(
+    build_model: BuildModel,
+    batch: Any,
+    *,
+    budget_bytes: int | str | None = None,
+    device: torch.device | str = "cpu",
+    build_optimizer: BuildOptimizer | None = None,
+    precision: str = "fp32",
+    batchnorm: str = "keep",
+    max_grad_norm: float | None = None,
+) -> PlanReport:
+    """The fastest way to run a step on a batch within a budget, before anything is allocated.
+
+        report = find_plan(build_model, batch, budget_bytes="6GiB")
+        print(report)
+        plan = report.recommended
+        engine = Engine(build_model(), optimizer, **plan.engine_arguments())
+        engine.step(split_batch(batch, plan.how.accumulate))
+
+    Args:
+        build_model: returns the ``MultiTaskModel``. It is called on the device ``meta``, so it should not
+            load weights; one whose constructors read tensors' values is built for real.
+        batch: a real batch of one step, with labels of all tasks: they are counted, of all else the shapes
+            are used.
+        budget_bytes: bytes, or a text such as ``6GiB``; None: what is free on the device.
+        device: ``cpu`` or ``cuda``. For a CUDA card the plan is an estimate, with a reserve.
+        build_optimizer: makes the optimizer of the model; AdamW if none is given.
+        precision, batchnorm, max_grad_norm: as for ``Engine``.
+
+    Raises:
+        BudgetError: nothing fits; says how little memory can do, and what that consists of.
+        PredictionError: recurrent layers, or a model whose memory depends on values.
+        ConfigError: no amount of memory, or more than the device has.
+    """
+    budget = budget_of(budget_bytes, device)
+    training = FakeTraining(
+        build_model,
+        batch,
+        build_optimizer=build_optimizer,
+        device=budget.device,
+        precision=precision,
+        batchnorm=batchnorm,
+        max_grad_norm=max_grad_norm,
+    )
+    report = plan_training(training, budget)
+    if report.recommended is None:
+        raise BudgetError(refusal(budget, report.smallest))
+    return report
+
+
+def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] = ()) -> PlanReport:
+    """A report on the plans for a training, whether or not any fits."""
+    started = time.monotonic()
+    planner = _Planner(training, budget.tensor_bytes)
+    smallest = planner.smallest()
+    recommended = planner.recommend()
+    front = planner.front(recommended)
+    elapsed_s = time.monotonic() - started
+    return PlanReport(
+        budget, recommended, front, smallest, planner.schedules(), planner.samples, list(notes), elapsed_s
+    )
+
+
+class _Planner:
+    """Looks for plans, and remembers all that it has predicted."""
+
+    def __init__(self, training: FakeTraining, budget_bytes: int) -> None:
+        self.training, self.budget_bytes = training, budget_bytes
+        self.samples = batch_size_of(training.batch)
+        if self.samples < 1:
+            raise BatchError("the batch is empty: give one with at least one sample.")
+        self._summed = training.predict(How("summed"), timeline=True)
+        self._profile = profile_of(training)
+        self._facts = _Facts(training, self._profile.chains)
+        self._forests: dict[tuple[int, Heads], Branch] = {}
+        self._plans: dict[How, Plan | None] = {}
+        self._add(How("summed"), self._summed)
+        self._add(How("split"), self._profile.prediction)
+        self._add(How("sequential"))
+
+    def recommend(self) -> Plan | None:
+        """The best plan that fits. What makes gradients less exact is tried only where nothing else fits."""
+        for exactness in (EXACT, IN_DISTRIBUTION, INEXACT):
+            self._search(exactness)
+            fitting = [p for p in self._known() if p.exactness == exactness and self._fits(p)]
+            if fitting:
+                return self._with_groups(min(fitting, key=lambda plan: plan.rank))
+        return None
+
+    def schedules(self) -> dict[str, Plan]:
+        """Each schedule by itself, as far as it runs."""
+        plans = {name: self._plans[How(name)] for name in SCHEDULES}
+        return {name: plan for name, plan in plans.items() if plan is not None}
+
+    def smallest(self) -> Plan:
+        """The plan with the least memory that can be reached, whatever it costs: the better of the two that
+        the search promises most of and that can be run."""
+        found = 0
+        for micro_batches in (*reversed(self._micro_batches()[-3:]), 1):
+            for heads in (self._facts.chunkable, frozenset[str]()):
+                choice = self._forest(micro_batches, heads).least()
+                if self._add_choice(micro_batches, choice) is not None:
+                    found += 1
+                    break
+            if found == 2:
+                break
+        self._add_choice(1, self._forest(1, self._facts.quiet).least())
+        return min(self._known(), key=lambda plan: (plan.peak_bytes, plan.rank))
+
+    def front(self, recommended: Plan | None) -> list[Plan]:
+        """Plans that no other beats, and the joint backward; most memory first."""
+        forest = self._forest(1, frozenset())
+        most, least = forest.cheapest().needed_bytes, forest.least().needed_bytes
+        for part in _ON_THE_FRONT:
+            choice = forest.best(least + part * (most - least))
+            if choice is not None:
+                self._add_choice(1, choice)
+        if self.samples > 1:
+            self._add(How("split", 2))
+        known = self._known()
+        baseline = How("summed")
+        shown = [
+            plan
+            for plan in known
+            if plan is recommended or plan.how == baseline or not any(_beats(p, plan) for p in known)
+        ]
+        return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
+
+    def _search(self, exactness: int) -> None:
+        """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
+        found: list[tuple[float, int, Heads]] = []
+        for micro_batches in self._micro_batches():
+            for heads in {frozenset[str](), self._facts.quiet, self._facts.chunkable}:
+                if self._facts.exactness(micro_batches, heads)[0] == exactness:
+                    choice = self._forest(micro_batches, heads).best(self.budget_bytes)
+                    if choice is not None:
+                        found.append((choice.cost, micro_batches, heads))
+        for _, micro_batches, heads in sorted(found, key=lambda entry: (*entry[:2], len(entry[2]))):
+            available: float = self.budget_bytes
+            for _ in range(_CORRECTIONS):
+                choice = self._forest(micro_batches, heads).best(available)
+                plan = None if choice is None else self._add_choice(micro_batches, choice)
+                if plan is None or self._fits(plan):
+                    break
+                available -= 1.1 * (plan.peak_bytes - self.budget_bytes)
+            if plan is not None and self._fits(plan):
+                break
+        if exactness == EXACT and self.training.device_type == "cuda":
+            self._add(How("split", offload=True))
+
+    def _with_groups(self, plan: Plan) -> Plan:
+        """The plan with small heads that share a backward, where that fits too."""
+        groups = tuple(self._facts.small_heads(plan, self._summed.flops))
+        if plan.how.schedule == "summed" or not groups:
+            return plan
+        grouped = self._add(replace(plan.how, groups=groups))
+        return plan if grouped is None or not self._fits(grouped) else grouped
+
+    def _micro_batches(self) -> list[int]:
+        """The numbers of micro-batches that are looked at: 1, 2, 4, ... and as many as there are samples."""
+        numbers = [2**n for n in range(self.samples.bit_length()) if 2**n < self.samples]
+        return [*numbers, self.samples]
+
+    def _forest(self, micro_batches: int, heads: Heads) -> Branch:
+        """All nodes that run, for the search.
+
+        Args:
+            heads: those that may be run in chunks.
+        """
+        key = (micro_batches, heads)
+        if key not in self._forests:
+            size = -(-self.samples // micro_batches)
+            start, profile = self._profile.prediction.start_bytes, self._profile
+            share = Share(
+                samples=size / self.samples,
+                # from the second micro-batch on all gradients are there
+                fixed_bytes=start + profile.gradient_bytes if micro_batches > 1 else 0,
+                least_saving_bytes=int(
+                    _WORTH_A_NAME * (profile.prediction.peak_bytes - start) / micro_batches
+                ),
+            )
+            numbers = [2**n for n in range(size.bit_length())]
+            children = self._branches(self._facts.tree, share, 0, dict.fromkeys(heads, numbers))
+            self._forests[key] = Branch(Chain(ROOT), list(children), share)
+        return self._forests[key]
+
+    def _branches(
+        self, tree: Tree, share: Share, above_bytes: int, chunks: dict[str, list[int]]
+    ) -> Iterator[Branch]:
+        for node, below in tree.items():
+            chain = self._profile.chains[node]
+            children = self._branches(below, share, above_bytes + chain.kept_bytes, chunks)
+            yield Branch(chain, list(children), share, above_bytes, chunks.get(node, (1,)))
+
+    def _add_choice(self, micro_batches: int, choice: Choice) -> Plan | None:
+        return self._add(How("split", micro_batches, choice.recompute, chunks=choice.chunks))
+
+    def _add(self, how: How, prediction: Prediction | None = None) -> Plan | None:
+        """Predict a plan; None if it can't be run: a layer that refuses so few samples, for instance."""
+        if how not in self._plans:
+            try:
+                prediction = prediction or self.training.predict(how, timeline=True)
+                exactness, why = self._facts.exactness(
+                    how.accumulate, frozenset(name for name, _ in how.chunks)
+                )
+                ratio = prediction.flops / max(1, self._summed.flops)
+                self._plans[how] = Plan(how, prediction, ratio, exactness, why)
+            except PredictionError:
+                raise
+            except MtaccumError:
+                self._plans[how] = None
+        return self._plans[how]
+
+    def _known(self) -> list[Plan]:
+        return [plan for plan in self._plans.values() if plan is not None]
+
+    def _fits(self, plan: Plan) -> bool:
+        return plan.peak_bytes <= self.budget_bytes
+
+
+class _Facts:
+    """What of a model decides which levers are exact.
+
+    Attributes:
+        tree: of the tasks that have labels.
+        chunkable: heads whose samples don't see each other, and whose loss is a mean over labels.
+        quiet: those of them that draw no random numbers.
+    """
+
+    def __init__(self, training: FakeTraining, chains: dict[str, Chain]) -> None:
+        self._model = model = training.model
+        self._chains = chains
+        self._tasks = [name for name in model.tasks if name in chains]
+        self.tree = model.tree(self._tasks)
+        freezes = training.batchnorm == "freeze"
+        modules = {node: module for node, module in model.own_modules().items() if node in chains}
+        self._coupled = [
+            layer
+            for node, module in modules.items()
+            for layer in (() if freezes else batch_normalised(module, prefix=node))
+        ]
+        self._not_additive = [name for name in self._tasks if not model.task(name).additive]
+        self._drawing = [node for node, chain in chains.items() if chain.draws]
+        self.chunkable = frozenset(
+            name
+            for name in self._tasks
+            if name not in self._not_additive and (freezes or not batch_normalised(modules[name]))
+        )
+        self.quiet = self.chunkable - set(self._drawing)
+
+    def exactness(self, micro_batches: int, chunked: Heads) -> tuple[int, str]:
+        """How exact a plan's gradients are, and why not more."""
+        if micro_batches > 1 and self._coupled:
+            return INEXACT, f"BatchNorm normalises by the micro-batch ({listed(self._coupled, 3)})"
+        if micro_batches > 1 and self._not_additive:
+            return INEXACT, f"the loss of {listed(self._not_additive)} is no mean over labels"
+        drawing = [n for n in self._drawing if n in chunked or micro_batches > 1]
+        if drawing:
+            return IN_DISTRIBUTION, f"other random numbers (dropout) in {listed(drawing)}"
+        return EXACT, ""
+
+    def small_heads(self, plan: Plan, flops: int) -> Iterator[tuple[str, ...]]:
+        """Groups of neighbouring small heads on one node; as neighbours they run in the same order as before,
+        and draw the same random numbers."""
+        busy = {name for name, _ in plan.how.chunks} | {part.split(".")[0] for part in plan.how.recompute}
+
+        def place(name: str) -> tuple[Any, ...]:
+            small = 3 * self._chains[name].total_flops <= _SMALL * flops and name not in busy
+            return (small, self._model.paths[name][:-1], self._model.task(name).mode)
+
+        for (small, *_), names in groupby(self._tasks, key=place):
+            group = tuple(names)
+            if small and len(group) > 1:
+                yield group
+
+
+def _beats(other: Plan, plan: Plan) -> bool:
+    """Whether another plan is at least as good in all, and better in something."""
+    mine, its = (
+        (p.peak_bytes, round(p.flops_over_summed, 3), p.exactness, p.how.accumulate, p.how.offload)
+        for p in (plan, other)
+    )
+    return its != mine and all(i <= m for i, m in zip(its, mine, strict=True))

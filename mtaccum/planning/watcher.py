@@ -1,0 +1,187 @@
+"""Watcher: a predicted step seen op by op, for a profile."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtaccum.engine.stages import FORWARD
+from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, TEMPORARIES, storages_of
+from mtaccum.memory.predict import FakeTraining, How, Prediction, Tracker
+from mtaccum.planning.profile import Chain, Made, find_candidates
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the planner knows of a model's step.
+
+    Attributes:
+        prediction: of the step that was watched: ``split``, one micro-batch.
+        chains: by node; of the nodes that ran.
+        gradient_bytes: of all gradients together.
+        optimizer_peak_bytes: most bytes alive during the optimizer's step.
+    """
+
+    prediction: Prediction
+    chains: dict[str, Chain]
+    gradient_bytes: int
+    optimizer_peak_bytes: int
+
+
+def profile_of(training: FakeTraining) -> Profile:
+    """Watch a predicted step of the ``split`` schedule, run as one micro-batch."""
+    watchers: list[Watcher] = []
+    nodes = training.model.own_modules()
+
+    def make(*args: Any, **kwargs: Any) -> Watcher:
+        watchers.append(Watcher(set(nodes), *args, **kwargs))
+        return watchers[-1]
+
+    with _hooked(nodes, watchers):
+        prediction = training.predict(How("split"), timeline=True, make_tracker=make)
+    watcher = watchers[0]
+    for node, chain in watcher.chains.items():
+        found = find_candidates(chain, nodes[node], watcher.calls)
+        chain.candidates = [candidate for candidate in found if chain.may_run_again(candidate)]
+    gradients = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
+    return Profile(prediction, watcher.chains, gradients, watcher.optimizer_peak_bytes)
+
+
+class Watcher(Tracker):  # type: ignore[no-untyped-call]
+    """Notes for each op of a step the node and position that it belongs to.
+
+    Args:
+        nodes: names of the nodes.
+
+    Attributes:
+        chains: by node, as far as they have run.
+        calls: for each module, by its id, the node and the positions of each of its runs.
+        optimizer_peak_bytes: most bytes alive during the optimizer's step.
+    """
+
+    def __init__(self, nodes: set[str], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chains: dict[str, Chain] = {}
+        self.calls: dict[int, list[tuple[str, int, int]]] = {}
+        self.optimizer_peak_bytes = 0
+        self._nodes = nodes
+        self._open: list[int] = []  # where the modules that run now began
+        self._numbers: dict[str, list[int]] = {}  # autograd's sequence number as each position began
+        self._bytes_after_forward: dict[str, int] = {}
+        self._in_backward_of = ("", 0)  # a node and the position that its backward has come to
+
+    def enters(self) -> None:
+        """A module begins."""
+        if (chain := self._running()) is not None:
+            self._open.append(self._next_position(chain))
+
+    def leaves(self, module: nn.Module) -> None:
+        """It has ended."""
+        if (chain := self._running()) is not None:
+            call = (chain.node, self._open.pop(), self._next_position(chain))
+            self.calls.setdefault(id(module), []).append(call)
+
+    def label(self, values: object, kind: int) -> None:
+        super().label(values, kind)
+        if kind in (ACTIVATIONS, FEATURES):
+            for storage in storages_of(values):
+                if (made := self._note(storage)) is not None:
+                    made.kept = True
+                    made.is_feature |= kind == FEATURES
+
+    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        before = self.flops
+        super().seen(func, args, kwargs, result)
+        node, _, phase = self.stage.rpartition(" ")
+        growing = sum(self._ledger.by_kind[FEATURES:])
+        fixed = self.current_bytes - growing
+        if node == "optimizer":
+            self.optimizer_peak_bytes = max(self.optimizer_peak_bytes, self.current_bytes)
+        elif (chain := self._running()) is not None:
+            at = len(chain) - 1
+            chain.forward[at].rise(growing, fixed)
+            chain.flops[at] += self.flops - before
+            chain.draws |= torch.Tag.nondeterministic_seeded in func.tags
+            self._note_storages(chain, at, func, args, kwargs, result)
+            self._bytes_after_forward[node] = self.current_bytes
+        elif phase and node in self.chains:
+            chain = self.chains[node]
+            if node in self._bytes_after_forward:
+                self._in_backward_of = (node, len(chain) - 1)
+                chain.incoming_bytes = max(0, self.current_bytes - self._bytes_after_forward.pop(node))
+            chain.backward[self._position_in_backward(node)].rise(growing, fixed)
+
+    def _running(self) -> Chain | None:
+        """The chain whose forward is running."""
+        node, _, phase = self.stage.rpartition(" ")
+        if phase != FORWARD or node not in self._nodes:
+            return None
+        if node not in self.chains:
+            self.chains[node], self._numbers[node], self._open = Chain(node), [], []
+            self.chains[node].start_bytes = sum(self._ledger.by_kind[FEATURES:])
+            self._next_position(self.chains[node])
+        return self.chains[node]
+
+    def _next_position(self, chain: Chain) -> int:
+        self._numbers[chain.node].append(torch._C._autograd._get_sequence_nr())
+        return chain.add_position()
+
+    def _position_in_backward(self, node: str) -> int:
+        """The forward position whose graph node is running; the last one known where that has none, as
+        where a gradient is added to a parameter's."""
+        current = torch._C._current_autograd_node()
+        numbers = self._numbers[node]
+        if current is not None and numbers[0] <= current._sequence_nr() < 2**62:
+            place = bisect_right(numbers, current._sequence_nr()) - 1
+            if place <= self._in_backward_of[1]:
+                self._in_backward_of = (node, place)
+        return self._in_backward_of[1]
+
+    def _note(self, storage: torch.UntypedStorage) -> Made | None:
+        ref = self._ledger.refs.get(storage._cdata)
+        return None if ref is None else ref.note
+
+    def _note_storages(
+        self, chain: Chain, at: int, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        for storage in storages_of((args, kwargs)):
+            if (made := self._note(storage)) is not None:
+                made.uses.append(at)
+        for tensor in _written(func, args):
+            for storage in storages_of(tensor):
+                if (made := self._note(storage)) is not None:
+                    chain.writes.append((made, at))
+        for storage in storages_of(result):
+            ref = self._ledger.refs.get(storage._cdata)
+            if ref is not None and ref.note is None and ref.kind == TEMPORARIES:
+                ref.note = Made(at, ref.nbytes)
+                chain.made.append(ref.note)
+                chain.moved_bytes[at] += ref.nbytes
+
+
+def _written(func: Any, args: Any) -> Iterator[Tensor]:
+    """The arguments that an op writes into."""
+    if func._schema.is_mutable:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write and isinstance(value, Tensor):
+                yield value
+
+
+@contextmanager
+def _hooked(nodes: dict[str, nn.Module], watchers: list[Watcher]) -> Iterator[None]:
+    """Tell the watcher when modules begin and end."""
+    modules = {id(part): part for module in nodes.values() for part in module.modules()}
+    with ExitStack() as stack:
+        for part in modules.values():
+            entering = part.register_forward_pre_hook(lambda *_: watchers[0].enters(), prepend=True)
+            leaving = part.register_forward_hook(lambda module, *_: watchers[0].leaves(module))
+            stack.callback(entering.remove)
+            stack.callback(leaving.remove)
+        yield
