@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mtaccum.errors import FeatureError
 from mtaccum.structure import describe, map_tensors, tensors_of
@@ -33,13 +32,13 @@ class Cut:
         originals: list[Tensor] = []  # kept while ids are compared: an id is free again after a death
         leaves: dict[int, Tensor] = {}  # one tensor may stand in several places: it stays one
         placed: list[Tensor] = []
-        self._crossings: list[tuple[GradientEdge, Tensor]] = []
+        self._crossings: list[tuple[Tensor, Tensor]] = []
 
         def leaf(tensor: Tensor) -> Tensor:
             if id(tensor) not in leaves:
                 leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
                 if tensor.requires_grad:
-                    self._crossings.append((get_gradient_edge(tensor), leaves[id(tensor)]))
+                    self._crossings.append((_way_back(tensor, leaves[id(tensor)]), leaves[id(tensor)]))
             originals.append(tensor)
             placed.append(leaves[id(tensor)])
             return placed[-1]
@@ -60,13 +59,36 @@ class Cut:
 
     def send_back(self) -> None:
         """Run the backward of the node that made the features, from the gradients collected here."""
-        crossings = [(edge, leaf.grad) for edge, leaf in self._crossings if leaf.grad is not None]
+        ways = [way for way, leaf in self._crossings if leaf.grad is not None]
         self.features, self._crossings = None, []
-        if crossings:
-            edges, gradients = map(list, zip(*crossings, strict=True))
-            del crossings
+        if ways:
             # not through a caller's backward(loss): gradients at a cut are scaled already
-            torch.autograd.backward(edges, gradients)
+            torch.autograd.backward(ways)
+
+
+def _way_back(original: Tensor, leaf: Tensor) -> Tensor:
+    with torch.enable_grad():
+        # in a list, or it would become an input of the function, whose graph would keep it
+        way: Tensor = _Crossing.apply(original, [leaf])
+        return way
+
+
+class _Crossing(torch.autograd.Function):
+    """From a detached tensor back to its original: a tensor without content, whose backward hands the
+    gradient that the detached one has collected to the graph that made the original.
+
+    PyTorch could take graph edges and gradients as they are, but holds what it is given until the end of the
+    backward; handed over like this, the gradient is freed as soon as it was used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, original: Tensor, leaf: list[Tensor]) -> Tensor:
+        ctx.leaf = leaf
+        return original.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.leaf.pop().grad, None
 
 
 def _holds(nest: Any, tensors: list[Tensor]) -> bool:
