@@ -45,12 +45,15 @@ def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Wa
         nest = (args, kwargs)
         tensors = tensors_of(nest, strict=False)
         entry = watch.begins(name, tensors)
-        # Tensors travel as arguments, which a checkpoint around this one frees; what holds them is kept.
+        # Tensors travel as arguments, which a checkpoint around this one frees; what holds them is kept. One
+        # that stands in several places travels once: attention asks whether its query is its key.
         shell = map_tensors(nest, lambda _: _PLACE, strict=False)
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
+        places = [next(i for i, u in enumerate(unique) if u is tensor) for tensor in tensors]
 
-        def once(*tensors: Tensor) -> Any:
-            following = iter(tensors)
-            args, kwargs = map_tensors(shell, lambda _: next(following), strict=False)
+        def once(*unique: Tensor) -> Any:
+            following = iter(places)
+            args, kwargs = map_tensors(shell, lambda _: unique[next(following)], strict=False)
             with watch.explaining(name):
                 return function(*args, **kwargs)
 
@@ -62,7 +65,7 @@ def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Wa
         # Not stopped early, at the last tensor that is to be kept: RReLU fills in its tensor after that.
         output = checkpoint(
             once,
-            *tensors,
+            *unique,
             use_reentrant=False,
             preserve_rng_state=False,
             early_stop=False,

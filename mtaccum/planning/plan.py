@@ -176,9 +176,9 @@ class PlanReport:
         ]
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
         lines = [_line(row, widths) for row in (head, *rows)]
-        estimate = (
-            "An estimate for a CUDA card that isn't there; predicted on the CPU's ops.\n" * self.budget.absent
-        )
+        card = "a CUDA card that isn't there" if self.budget.absent else "a CUDA card"
+        estimate = f"An estimate for {card}, predicted with the operations of the CPU.\n"
+        estimate = estimate if self.budget.device == "cuda" else ""
         why = {plan.why: EXACTNESS[plan.exactness] for plan in self.front if plan.why}
         notes = [*(f"{kind}: {text}" for text, kind in why.items()), *self.notes]
         text = [f"{estimate}{self.budget}", "", *lines, "", *(f"note: {note}" for note in notes)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -25,9 +26,14 @@ from mtaccum.planning.search import Branch, Choice, Share
 from mtaccum.planning.watcher import profile_of
 
 _CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
-_SMALL = 0.02  # a head with less than this part of a step's FLOPs is small
+_SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
 _WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
 _ON_THE_FRONT = (0.7, 0.4, 0.1)  # where between the least and the most memory the front is shown
+
+_OTHER_ON_CUDA = {
+    "dropout": ("dropout", "bernoulli"),
+    "scaled dot-product attention": ("scaled_dot_product",),
+}
 
 Heads = frozenset[str]
 
@@ -89,10 +95,9 @@ def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] =
     smallest = planner.smallest()
     recommended = planner.recommend()
     front = planner.front(recommended)
+    schedules, notes = planner.schedules(), [*planner.notes(), *notes]
     elapsed_s = time.monotonic() - started
-    return PlanReport(
-        budget, recommended, front, smallest, planner.schedules(), planner.samples, list(notes), elapsed_s
-    )
+    return PlanReport(budget, recommended, front, smallest, schedules, planner.samples, notes, elapsed_s)
 
 
 class _Planner:
@@ -108,6 +113,7 @@ class _Planner:
         self._facts = _Facts(training, self._profile.chains)
         self._forests: dict[tuple[int, Heads], Branch] = {}
         self._plans: dict[How, Plan | None] = {}
+        self._errors: dict[How, str] = {}
         self._add(How("summed"), self._summed)
         self._add(How("split"), self._profile.prediction)
         self._add(How("sequential"))
@@ -132,13 +138,12 @@ class _Planner:
         found = 0
         for micro_batches in (*reversed(self._micro_batches()[-3:]), 1):
             for heads in (self._facts.chunkable, frozenset[str]()):
-                choice = self._forest(micro_batches, heads).least()
-                if self._add_choice(micro_batches, choice) is not None:
+                if self._best(micro_batches, heads, Branch.least) is not None:
                     found += 1
                     break
             if found == 2:
                 break
-        self._add_choice(1, self._forest(1, self._facts.quiet).least())
+        self._best(1, self._facts.quiet, Branch.least)
         return min(self._known(), key=lambda plan: (plan.peak_bytes, plan.rank))
 
     def front(self, recommended: Plan | None) -> list[Plan]:
@@ -146,9 +151,7 @@ class _Planner:
         forest = self._forest(1, frozenset())
         most, least = forest.cheapest().needed_bytes, forest.least().needed_bytes
         for part in _ON_THE_FRONT:
-            choice = forest.best(least + part * (most - least))
-            if choice is not None:
-                self._add_choice(1, choice)
+            self._best(1, frozenset(), partial(Branch.best, available_bytes=least + part * (most - least)))
         if self.samples > 1:
             self._add(How("split", 2))
         known = self._known()
@@ -159,6 +162,21 @@ class _Planner:
             if plan is recommended or plan.how == baseline or not any(_beats(p, plan) for p in known)
         ]
         return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
+
+    def notes(self) -> list[str]:
+        """What may make the truth on a CUDA card differ."""
+        if self.training.device_type != "cuda":
+            return []
+        different = [
+            what
+            for what, words in _OTHER_ON_CUDA.items()
+            if any(w in op for op in self._profile.ops for w in words)
+        ]
+        if self.training.precision != "fp32":
+            different.append(f"autocast to {self.training.precision}, which casts other operations there")
+        return (
+            [f"these keep other tensors on CUDA than on the CPU: {', '.join(different)}"] if different else []
+        )
 
     def _search(self, exactness: int) -> None:
         """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
@@ -172,8 +190,7 @@ class _Planner:
         for _, micro_batches, heads in sorted(found, key=lambda entry: (*entry[:2], len(entry[2]))):
             available: float = self.budget_bytes
             for _ in range(_CORRECTIONS):
-                choice = self._forest(micro_batches, heads).best(available)
-                plan = None if choice is None else self._add_choice(micro_batches, choice)
+                plan = self._best(micro_batches, heads, partial(Branch.best, available_bytes=available))
                 if plan is None or self._fits(plan):
                     break
                 available -= 1.1 * (plan.peak_bytes - self.budget_bytes)
@@ -226,8 +243,24 @@ class _Planner:
             children = self._branches(below, share, above_bytes + chain.kept_bytes, chunks)
             yield Branch(chain, list(children), share, above_bytes, chunks.get(node, (1,)))
 
-    def _add_choice(self, micro_batches: int, choice: Choice) -> Plan | None:
-        return self._add(How("split", micro_batches, choice.recompute, chunks=choice.chunks))
+    def _best(
+        self, micro_batches: int, heads: Heads, choose: Callable[[Branch], Choice | None]
+    ) -> Plan | None:
+        """What the search chooses, predicted; without parts that turn out not to run twice."""
+        while (choice := choose(self._forest(micro_batches, heads))) is not None:
+            how = How("split", micro_batches, choice.recompute, chunks=choice.chunks)
+            if (plan := self._add(how)) is not None or not self._refused(how):
+                return plan
+        return None
+
+    def _refused(self, how: How) -> bool:
+        """Leave out what a plan failed for, if that was a recomputed part; whether it was."""
+        refused = {part for part in how.recompute if repr(part) in self._errors.get(how, "")}
+        for chain in self._profile.chains.values():
+            chain.candidates = [c for c in chain.candidates if c.name not in refused]
+        if refused:
+            self._forests.clear()
+        return bool(refused)
 
     def _add(self, how: How, prediction: Prediction | None = None) -> Plan | None:
         """Predict a plan; None if it can't be run: a layer that refuses so few samples, for instance."""
@@ -241,8 +274,8 @@ class _Planner:
                 self._plans[how] = Plan(how, prediction, ratio, exactness, why)
             except PredictionError:
                 raise
-            except MtaccumError:
-                self._plans[how] = None
+            except MtaccumError as error:
+                self._plans[how], self._errors[how] = None, str(error)
         return self._plans[how]
 
     def _known(self) -> list[Plan]:

@@ -52,6 +52,10 @@ class Made:
         """Whether anything from a position on, or after the forward, still uses it."""
         return self.is_feature or (bool(self.uses) and self.uses[-1] >= position)
 
+    def used_in(self, start: int, stop: int) -> bool:
+        """Whether a position from ``start`` up to ``stop`` uses it."""
+        return any(start <= use < stop for use in self.uses)
+
 
 class Candidate(NamedTuple):
     """What can be recomputed as a whole: a module or a run of a Sequential's children, which fills the
@@ -125,13 +129,9 @@ class Chain:
         """Whether the inputs of a candidate are as they were when it runs again."""
         start, stop = candidate.start, candidate.stop
         return not any(
-            made.at < start and (start <= at < stop or (at >= stop and _used_in(made, start, stop)))
+            made.at < start and (start <= at < stop or (at >= stop and made.used_in(start, stop)))
             for made, at in self.writes
         )
-
-
-def _used_in(made: Made, start: int, stop: int) -> bool:
-    return any(start <= use < stop for use in made.uses)
 
 
 Calls = Mapping[int, list[tuple[str, int, int]]]

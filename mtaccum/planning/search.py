@@ -167,7 +167,7 @@ class Branch:
             fitting = [c for c in child.tradeoffs() if c.needed_bytes <= available_bytes]
             if not fitting:
                 return None
-            choice = min(fitting)
+            choice = min(fitting, key=lambda c: (c.cost, sum(number for _, number in c.chunks)))
             total = Choice(
                 total.cost + choice.cost,
                 0.0,
@@ -205,8 +205,8 @@ def _steps(chain: Chain, share: Share, above_bytes: int, chunks: int) -> list[li
         for i in range(len(chain))
     ]
     for name, start, stop in chain.candidates:
-        handed_on = _handed_on(chain, start, stop)
-        if (kept[stop] - kept[start] - handed_on) * samples < share.least_saving_bytes:
+        handed_on, held = _handed_on(chain, start, stop), _held(chain, start, stop)
+        if (kept[stop] - kept[start] - handed_on - held) * samples < share.least_saving_bytes:
             continue
         again = chain.incoming_bytes + handed_on  # gradients that are there when it runs again
         needed = max(
@@ -214,10 +214,15 @@ def _steps(chain: Chain, share: Share, above_bytes: int, chunks: int) -> list[li
             for i in range(start, stop)
         )
         cost = sum(chain.flops[start:stop]) + sum(chain.moved_bytes[start:stop])
-        steps[start].append(_Step(stop, needed, handed_on * samples, cost, (name,)))
+        steps[start].append(_Step(stop, needed, (handed_on + held) * samples, cost, (name,)))
     return steps
 
 
 def _handed_on(chain: Chain, start: int, stop: int) -> int:
     """Bytes made in a part that are needed behind it."""
     return sum(m.nbytes for m in chain.made if start <= m.at < stop and m.kept and m.used_from(stop))
+
+
+def _held(chain: Chain, start: int, stop: int) -> int:
+    """Bytes made before a part that are kept for its second run, and for nothing else."""
+    return sum(m.nbytes for m in chain.made if m.at < start and not m.kept and m.used_in(start, stop))

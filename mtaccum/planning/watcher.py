@@ -26,12 +26,14 @@ class Profile:
         chains: by node; of the nodes that ran.
         gradient_bytes: of all gradients together.
         optimizer_peak_bytes: most bytes alive during the optimizer's step.
+        ops: names of all ops.
     """
 
     prediction: Prediction
     chains: dict[str, Chain]
     gradient_bytes: int
     optimizer_peak_bytes: int
+    ops: frozenset[str]
 
 
 def profile_of(training: FakeTraining) -> Profile:
@@ -50,7 +52,8 @@ def profile_of(training: FakeTraining) -> Profile:
         found = find_candidates(chain, nodes[node], watcher.calls)
         chain.candidates = [candidate for candidate in found if chain.may_run_again(candidate)]
     gradients = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
-    return Profile(prediction, watcher.chains, gradients, watcher.optimizer_peak_bytes)
+    ops = frozenset(moment.op for moment in watcher.timeline)
+    return Profile(prediction, watcher.chains, gradients, watcher.optimizer_peak_bytes, ops)
 
 
 class Watcher(Tracker):  # type: ignore[no-untyped-call]

@@ -272,6 +272,29 @@ def test_nested_and_named_arguments_arrive_as_they_are(settings: dict[str, Any])
     assert_same(outcome(model, window, "split", ["trunk.fussy"]), outcome(model, window, "split"))
 
 
+class Attending(nn.Module):
+    """Attention of the features to themselves; PyTorch's takes another way if query, key and value are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x)[0]
+        return output
+
+
+@schedules
+def test_one_tensor_in_several_places_is_one_when_a_part_runs_again(schedule: str) -> None:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(4, 4), Attending())
+    heads = {name: Squared(nn.Linear(4, 1), target=None) for name in ("a", "b")}
+    model = MultiTaskModel(trunk, heads, inputs="x").double()
+    window = [{"x": torch.randn(2, 3, 4, dtype=torch.float64)}]
+    parts = ["trunk.1.attention"]
+    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+
+
 @schedules
 def test_a_node_with_several_named_inputs_may_be_recomputed(schedule: str) -> None:
     class Two(nn.Module):
