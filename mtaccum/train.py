@@ -46,7 +46,7 @@ def train(config: RunConfig) -> int:
 
 def main() -> None:
     """The command."""
-    sys.exit(run_command("train", train, sys.argv[1:]))
+    sys.exit(run_command("train", train, sys.argv[1:], trains=True))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mtaccum.config.ranks import check_launch, leave, on_ranks, own_folder, rank_name
 from mtaccum.config.schema import RunConfig, known_keys
 from mtaccum.errors import ConfigError, MtaccumError, unknown_name
 
@@ -37,22 +38,39 @@ def config_dir() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
-def run_command(config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str]) -> int:
+def run_command(
+    config_name: str,
+    function: Callable[[RunConfig], int],
+    arguments: Sequence[str],
+    *,
+    trains: bool = False,
+) -> int:
     """Compose ``config_name`` with the overrides in ``arguments``, and call ``function`` with the result.
 
     Args:
         function: gets the typed config and returns an exit code.
         arguments: as typed by a user, for Hydra.
+        trains: whether it may run on several ranks.
 
     Returns:
         The exit code; 2 after an error that was explained on standard error.
     """
+    try:
+        check_launch(arguments, trains=trains)
+        with own_folder() as more:
+            return leave(_run(config_name, function, [*arguments, *more]))
+    except ConfigError as error:
+        return leave(_report(error, arguments))
+
+
+def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str]) -> int:
     codes: list[int] = []
 
     def job(values: DictConfig) -> None:
         logging.getLogger("mtaccum").propagate = False  # the display says it; Hydra's log would say it again
         try:
-            codes.append(function(RunConfig.read(_plain(values))))
+            with on_ranks(RunConfig.read(_plain(values))) as config:
+                codes.append(function(config))
         except _EXPLAINED as error:
             if full_error:
                 raise
@@ -85,7 +103,7 @@ def run_command(config_name: str, function: Callable[[RunConfig], int], argument
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:
-    print(f"error: {_explain(error, arguments)}", file=sys.stderr)
+    print(f"{rank_name()}error: {_explain(error, arguments)}", file=sys.stderr)
     return 2
 
 

@@ -14,6 +14,7 @@ from mtaccum.config.objects import instantiate
 from mtaccum.config.schema import OptimizerConfig, RunConfig
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model import MultiTaskModel
+from mtaccum.parallel import current_ranks
 from mtaccum.training import batch_factor
 
 
@@ -28,7 +29,11 @@ def build_optimizer(config: RunConfig, model: MultiTaskModel) -> Optimizer:
         ConfigError: a group that fits no parameter, or arguments that the optimizer doesn't take.
     """
     settings = config.optimizer
-    factor = batch_factor(config.lr_schedule.scale, config.batch_size, config.lr_schedule.base_batch_size)
+    factor = batch_factor(
+        config.lr_schedule.scale,
+        config.batch_size * current_ranks().size,
+        config.lr_schedule.base_batch_size,
+    )
     names = {node_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     for group in settings.groups:
         if not any(_is_in(name, group) for name in names):

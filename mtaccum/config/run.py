@@ -31,6 +31,7 @@ from mtaccum.engine import Engine, WindowPlan
 from mtaccum.errors import ConfigError, first_line, unknown_name
 from mtaccum.memory import format_bytes
 from mtaccum.model import MultiTaskModel
+from mtaccum.parallel import current_ranks
 from mtaccum.training import (
     Outcome,
     Trainer,
@@ -54,19 +55,22 @@ class Run:
         """What is about to be trained, in a line."""
         config, model = self.config, self.trainer.model
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        size = self.trainer.ranks.size
+        on_ranks = f" on each of {size} ranks" if size > 1 else ""
         return (
             f"training {', '.join(model.enabled_tasks())} ({parameters:,} parameters) on "
             f"{model.device}: {self.trainer.settings.total_steps} steps of "
-            f"{config.batch_size} samples, accumulate={config.micro_batches}, "
+            f"{config.batch_size} samples{on_ranks}, accumulate={config.micro_batches}, "
             f"schedule {config.engine.schedule}, into {config.run_dir}"
         )
 
     def execute(self) -> Outcome:
         """Train, and write config, logs, states and summary into the run's folder."""
-        folder = Path(self.config.run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        values = self.config.model_dump(by_alias=True)
-        write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(values)))
+        folder, first = Path(self.config.run_dir), self.trainer.ranks.first
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            values = self.config.model_dump(by_alias=True)
+            write_text(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(values)))
         loggers = self.trainer.loggers
         if self.trainer.steps:
             for logger in loggers:
@@ -77,7 +81,7 @@ class Run:
         finally:
             for logger in loggers:
                 logger.close()
-        if not outcome.interrupted:
+        if first and not outcome.interrupted:
             self._summarize(outcome, folder)
         return outcome
 
@@ -87,6 +91,7 @@ class Run:
             "schedule": schedule,
             "batch_size": self.config.batch_size,
             "accumulate": self.config.micro_batches,
+            "ranks": self.trainer.ranks.size,
             "steps": outcome.steps,
             "micro_batches": outcome.micro_batches,
             "samples": outcome.samples,
@@ -118,7 +123,9 @@ def prepare(config: RunConfig) -> Run:
     check_tasks(config)
     folder = Path(config.run_dir)
     state = None if config.resume is None else load_checkpoint(find_checkpoint(config.resume))
-    check_folder(folder, config.resume)
+    ranks = current_ranks()
+    if ranks.first:
+        check_folder(folder, config.resume)
     device = find_device(config.device)
     seed_all(config.seed)
     train = dataset_of("data.train", config.data.train)
@@ -129,6 +136,8 @@ def prepare(config: RunConfig) -> Run:
         config.micro_batches,
         shuffle=config.data.shuffle,
         seed=config.seed,
+        rank=ranks.rank,
+        ranks=ranks.size,
     )
     batch = collate(config, [train[i] for i in range(min(2, len(train)))])
     model, config = build_model(config, batch)
@@ -141,10 +150,11 @@ def prepare(config: RunConfig) -> Run:
     scheduler = make_lr_scheduler(
         optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction or 0.0
     )
-    engine = Engine(model, optimizer, lr_scheduler=scheduler, **config.engine.model_dump())
+    options = {**config.engine.model_dump(), "comm_hook": config.parallel.comm_hook}
+    engine = Engine(model, optimizer, lr_scheduler=scheduler, **options)
     function = None if config.data.collate_fn is None else collate_function(config.data.collate_fn)
     # a generator of their own: they draw a seed in each epoch, which must not move the model's dropout
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(config.seed + _SEEDS_APART * ranks.rank)
     loading: dict[str, Any] = {
         "num_workers": config.data.workers,
         "collate_fn": function,
@@ -154,15 +164,26 @@ def prepare(config: RunConfig) -> Run:
         engine,
         DataLoader(train, batch_sampler=sampler, **loading),
         sampler,
-        DataLoader(validation, batch_size=config.data.eval_batch_size, **loading),
+        DataLoader(
+            validation,
+            batch_size=config.data.eval_batch_size,
+            sampler=range(ranks.rank, len(validation), ranks.size),
+            **loading,
+        ),
         settings,
         folder,
     )
+    if ranks.rank:  # weights are those of the first rank; dropout and augmentation are each rank's own
+        seed_all(config.seed + _SEEDS_APART * ranks.rank)
     if state is not None:
         _resume(trainer, state, config)
     # last, since a logger of the user's own may write when it is made
-    trainer.loggers = [_logger(logger) for logger in config.loggers]
+    trainer.loggers = [_logger(logger) for logger in config.loggers if ranks.first]
     return Run(config, trainer)
+
+
+# between the ranks, as the sampler's between epochs
+_SEEDS_APART = 1_000_003
 
 
 def _logger(config: Mapping[str, Any]) -> Any:

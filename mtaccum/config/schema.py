@@ -117,6 +117,14 @@ class VerifyConfig(_Section):
     device: str
 
 
+class ParallelConfig(_Section):
+    """How several ranks train together."""
+
+    kind: Literal["auto", "none", "ddp"]
+    timeout_s: float = Field(gt=0, allow_inf_nan=False)
+    comm_hook: Literal["none", "fp16", "bf16"]
+
+
 class MemoryConfig(_Section):
     """How much memory a plan may take."""
 
@@ -136,6 +144,7 @@ class RunConfig(_Section):
     trainer: TrainerConfig
     loggers: list[dict[str, Any]]
     verify: VerifyConfig
+    parallel: ParallelConfig
     plan: Literal["none", "auto"]
     memory: MemoryConfig
     batch_size: int = Field(ge=1)

@@ -19,19 +19,32 @@ class MicroBatchSampler(Sampler[list[int]]):
     is cut into as few parts as keep to the size of the others. So ``windows(loader, accumulate)`` has one
     batch per window.
 
+    With several ranks each takes its part of every ``ranks`` * ``batch_size`` samples, in the same order as
+    one rank with a batch size of that would. In the last batch of an epoch parts may differ by one sample,
+    and a rank may have none.
+
     Args:
         samples: length of the data set.
-        batch_size: samples per optimizer step.
+        batch_size: samples per optimizer step and rank.
         accumulate: micro-batches per batch.
         shuffle: a new order in every epoch, or that of the data set.
         seed: of the order.
+        rank, ranks: which part of how many.
 
     Raises:
         ConfigError: a size below 1, or more micro-batches than samples in a batch or in the data set.
     """
 
     def __init__(
-        self, samples: int, batch_size: int, accumulate: int = 1, *, shuffle: bool = True, seed: int = 0
+        self,
+        samples: int,
+        batch_size: int,
+        accumulate: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if samples < 1:
             raise ConfigError(f"the data set has {samples} samples; training needs at least 1.")
@@ -46,13 +59,23 @@ class MicroBatchSampler(Sampler[list[int]]):
             )
         self.samples, self.batch_size, self.accumulate = samples, batch_size, accumulate
         self.shuffle, self.seed = shuffle, seed
+        self.rank, self.ranks = rank, ranks
         self.epoch = 0
         self.first_batch = 0
 
     @property
     def batches(self) -> int:
         """Batches, and so optimizer steps, in an epoch."""
-        return -(-self.samples // self.batch_size)
+        return -(-self.samples // self.global_batch_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step on all ranks together."""
+        return self.batch_size * self.ranks
+
+    def samples_in(self, batch: int) -> int:
+        """Samples of a batch on all ranks together."""
+        return min(self.global_batch_size, self.samples - batch * self.global_batch_size)
 
     def seek(self, epoch: int, first_batch: int = 0) -> None:
         """Let the next iteration be that of ``epoch``, without its first ``first_batch`` batches."""
@@ -64,19 +87,27 @@ class MicroBatchSampler(Sampler[list[int]]):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.samples, generator=generator).tolist()
         for batch in range(self.first_batch, self.batches):
-            indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            start = 0
-            for size in self._sizes(len(indices)):
-                yield indices[start : start + size]
+            start = batch * self.global_batch_size
+            mine = self._shares(batch)
+            start += sum(mine[: self.rank])
+            for size in self._sizes(mine[self.rank]):
+                yield order[start : start + size]
                 start += size
 
     def __len__(self) -> int:
         return sum(
-            len(self._sizes(min(self.batch_size, self.samples - batch * self.batch_size)))
+            len(self._sizes(self._shares(batch)[self.rank]))
             for batch in range(self.first_batch, self.batches)
         )
 
+    def _shares(self, batch: int) -> list[int]:
+        """Samples of a batch on each rank."""
+        share, larger = divmod(self.samples_in(batch), self.ranks)
+        return [share + (rank < larger) for rank in range(self.ranks)]
+
     def _sizes(self, samples: int) -> list[int]:
+        if samples == 0:
+            return []
         largest = -(-self.batch_size // self.accumulate)
         parts = self.accumulate if samples == self.batch_size else -(-samples // largest)
         return split_sizes(samples, min(parts, samples))

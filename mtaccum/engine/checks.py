@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import BatchError, ConfigError, OptimizerError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks
 
+PARALLEL = ("none", "ddp")
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 
 
@@ -154,6 +156,22 @@ def unreached_parameters(model: MultiTaskModel, plan: WindowPlan) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.grad is None and name.startswith(tuple(learning))
     ]
+
+
+def check_parallel(parallel: str | None) -> Ranks:
+    """The ranks that an engine trains with; refuse a way that there isn't."""
+    if parallel is not None:
+        check_choice("parallel", parallel, PARALLEL)
+    return ALONE if parallel == "none" else current_ranks()
+
+
+def check_synchronised(model: MultiTaskModel, batchnorm: str, ranks: Ranks) -> None:
+    """Refuse to synchronise BatchNorm over ranks on the CPU, where PyTorch can't."""
+    if batchnorm == "sync" and ranks.size > 1 and model.device.type != "cuda":
+        raise ConfigError(
+            f"batchnorm=sync works on CUDA only, and the model is on {model.device}. Use batchnorm=keep: "
+            f"running statistics are averaged over the ranks before they are used."
+        )
 
 
 def check_plan(model: MultiTaskModel, plan: Any, micro_batches: int, chunks: Collection[str]) -> None:

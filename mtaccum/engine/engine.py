@@ -25,9 +25,11 @@ from mtaccum.engine.checks import (
     check_nothing_for_step,
     check_offload,
     check_optimizer,
+    check_parallel,
     check_plan,
     check_positive,
     check_precision,
+    check_synchronised,
     check_window,
     unreached_parameters,
 )
@@ -53,6 +55,7 @@ from mtaccum.engine.stages import STEP, stage
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import ConfigError, OptimizerError, listed
 from mtaccum.model.tree import ROOT, MultiTaskModel
+from mtaccum.parallel.ddp import Reducer
 
 
 class Engine:
@@ -87,9 +90,14 @@ class Engine:
         groups: lists of tasks on one node whose heads share a backward: small ones are faster so.
         chunks: for a task into how many parts its head and loss take each micro-batch (``split`` only).
         offload: keep saved activations in pinned host memory until the backward (CUDA only).
+        parallel: ``ddp``: gradients of a step are averaged over the ranks of PyTorch's process group, once,
+            and all weights start as those of rank 0; ``none``: each rank trains by itself. None: ``ddp`` if
+            there are several ranks.
+        comm_hook: ``fp16`` or ``bf16``: gradients travel between ranks in 16 bits; ``none``: as they are.
 
     Attributes:
         steps: optimizer steps so far; may be set where a training goes on.
+        ranks: the processes that train together.
         skips: counts the steps skipped since something was not finite: ``total`` and ``in_a_row``.
 
     Raises:
@@ -117,6 +125,8 @@ class Engine:
         groups: Sequence[Sequence[str]] = (),
         chunks: Mapping[str, int] | None = None,
         offload: bool = False,
+        parallel: str | None = None,
+        comm_hook: str = "none",
     ) -> None:
         check_model(model)
         check_hooks(model)
@@ -158,9 +168,12 @@ class Engine:
         self.on_gradients = on_gradients
         self.backward = backward
         self.batchnorm = batchnorm
+        self.ranks = check_parallel(parallel)
+        self._reducer = Reducer(self.ranks, comm_hook)
         self.steps = 0
         self.skips = Skips(on_nonfinite, max_skipped)
         self._build(recompute, compile)
+        check_synchronised(model, batchnorm, self.ranks)
         if batchnorm == "sync":  # last: an engine that is refused has changed nothing
             synchronise_norms(model, stacklevel=2)
             self._build(recompute, compile)
@@ -169,6 +182,7 @@ class Engine:
         )
         self._warned_of_dropped = self._looked_for_unreached = False
         self._checked: tuple[tuple[str, bool], ...] = ()
+        self.ranks.share(model)
 
     def _build(self, recompute: Sequence[str], compile: bool | Mapping[str, Any]) -> None:
         """What runs in place of the modules' own forwards."""
@@ -207,6 +221,7 @@ class Engine:
             result = self._accumulate(window, plan)
             if not result.losses:
                 return result
+            self._reducer.reduce(parameters)
             self._precision.unscale(self.optimizer)
             norm = gradient_norm(parameters)
             if not all_finite([norm, *result.losses.values()]):
@@ -260,13 +275,14 @@ class Engine:
             plan = self.plan(window)
         else:
             check_plan(self.model, plan, len(window), self.arrangement.chunks)
+        plan = plan.agreed(self.ranks)
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
-        log = LossLog(plan)
+        log = LossLog(plan, self.model.device)
         backward = self._precision.scaled(self.backward)
         self._run(window, plan, log, self.schedule, backward, self.arrangement)
         self._recompute.warn_unused(passes_of(self.model, plan), stacklevel=3)
         self._warn_of_unreached(plan)
-        return log.result()
+        return log.result(self.ranks)
 
     def _run(
         self,
@@ -327,7 +343,9 @@ class Engine:
         with before.once_more(), search.watching():
             backward = log.looking(self._precision.scaled(self.backward))
             self._run(window, plan, log, "sequential", backward, self.arrangement.apart())
-        return search.finding
+        found = enumerate(self.ranks.gather(search.finding))
+        where = "rank {}: " if self.ranks.size > 1 else ""
+        return next((where.format(rank) + finding for rank, finding in found if finding is not None), None)
 
     def _check_optimizer_again(self) -> None:
         """Tasks may have been switched on since the last check."""
@@ -339,7 +357,7 @@ class Engine:
 
     def _warn_of_unreached(self, plan: WindowPlan) -> None:
         """Once, after the first window in which all tasks had labels."""
-        if self._looked_for_unreached or 0 in plan.totals.values():
+        if self._looked_for_unreached or 0 in plan.local_totals.values():
             return
         self._looked_for_unreached = True
         if names := unreached_parameters(self.model, plan):

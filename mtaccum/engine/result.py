@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import TaskError
+from mtaccum.parallel.ranks import ALONE, Ranks
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Loss
 
@@ -40,10 +41,16 @@ class StepResult:
 
 
 class LossLog:
-    """Adds up each task's loss over a window, without a graph and without waiting for the device."""
+    """Adds up each task's loss over a window, without a graph and without waiting for the device.
 
-    def __init__(self, plan: WindowPlan) -> None:
+    Args:
+        plan: the window's counts.
+        device: where the losses are.
+    """
+
+    def __init__(self, plan: WindowPlan, device: torch.device | str = "cpu") -> None:
         self._plan = plan
+        self._device = torch.device(device)
         self._sums: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
@@ -63,11 +70,12 @@ class LossLog:
         self._dtypes[name] = value.dtype
         self._sums[name] = weighted if name not in self._sums else self._sums[name] + weighted
 
-    def result(self) -> StepResult:
-        """The means over the window."""
+    def result(self, ranks: Ranks = ALONE) -> StepResult:
+        """The means over the window, on all ranks together."""
         totals = self._plan.totals
+        self._add_others(ranks)
         means = {
-            name: (value / totals[name.split("/")[0]]).to(self._dtypes[name])
+            name: (value / totals[name.split("/")[0]]).to(self._dtypes.get(name, value.dtype))
             for name, value in self._sums.items()
         }
         return StepResult(
@@ -77,6 +85,15 @@ class LossLog:
             skipped={name: "no labels" for name, total in totals.items() if total == 0},
             micro_batches=self._plan.micro_batches,
         )
+
+    def _add_others(self, ranks: Ranks) -> None:
+        """Add the sums of the other ranks, of which some may have run other tasks."""
+        if ranks.size == 1:
+            return
+        names = sorted({name for names in ranks.gather(list(self._sums)) for name in names})
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        sums = ranks.sum_tensor(torch.stack([self._sums.get(name, zero) for name in names] or [zero]))
+        self._sums = dict(zip(names, sums.unbind(), strict=False))
 
 
 def sum_of_parts(loss: Loss | float) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from mtaccum.batch import batch_size_of, split_batch
 from mtaccum.errors import ConfigError, LabelError, TaskError
 from mtaccum.model.tree import named_errors
+from mtaccum.parallel.ranks import Ranks
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
 
@@ -53,11 +55,15 @@ class WindowPlan:
         counts: for each enabled task its count in each micro-batch.
         weights: for each enabled task its weight.
         parts: for each task that runs in chunks the counts of these, micro-batch by micro-batch.
+        everywhere: for each enabled task its count in the window on all ranks together; None: there is one.
+        ranks: how many ranks there are, over which gradients become their mean.
     """
 
     counts: Mapping[str, tuple[float, ...]]
     weights: Mapping[str, float]
     parts: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    everywhere: Mapping[str, float] | None = None
+    ranks: int = 1
 
     @classmethod
     def of(
@@ -120,10 +126,32 @@ class WindowPlan:
         """How many micro-batches the window has; 0 if no task is enabled."""
         return len(next(iter(self.counts.values()), ()))
 
+    def agreed(self, ranks: Ranks) -> WindowPlan:
+        """The plan with what the other ranks counted. To be called on all ranks, for each window.
+
+        Raises:
+            ConfigError: the ranks train different tasks.
+        """
+        if ranks.size == 1:
+            return self
+        tasks = ", ".join(f"{name} (weight {weight:g})" for name, weight in self.weights.items())
+        mark = float(zlib.crc32(tasks.encode()))
+        largest, smallest = ranks.largest([mark, -mark])
+        if largest != -smallest:
+            given = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(ranks.gather(tasks)))
+            raise ConfigError(f"all ranks must train the same tasks in the same order, but {given}.")
+        totals = ranks.sums(list(self.local_totals.values()))
+        return replace(self, everywhere=dict(zip(self.counts, totals, strict=True)), ranks=ranks.size)
+
     @cached_property
-    def totals(self) -> dict[str, float]:
-        """For each enabled task its count in the whole window; 0 if it is idle."""
+    def local_totals(self) -> dict[str, float]:
+        """For each enabled task its count in the window on this rank."""
         return {name: math.fsum(counts) for name, counts in self.counts.items()}
+
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """For each enabled task its count in the whole window; 0 if it is idle."""
+        return self.local_totals if self.everywhere is None else self.everywhere
 
     def active(self, micro_batch: int) -> list[str]:
         """The tasks that have a label in this micro-batch."""
@@ -144,7 +172,8 @@ class WindowPlan:
 
         Written so that K equal whole counts give exactly weight / K.
         """
-        return self.weights[task] / (self.totals[task] / self.count(task, micro_batch, chunk))
+        share = self.totals[task] / self.count(task, micro_batch, chunk)
+        return self.ranks * self.weights[task] / share
 
     def count(self, task: str, micro_batch: int, chunk: int | None = None) -> float:
         """Number (or weight) of a task's labels in a micro-batch, or in a chunk of one."""

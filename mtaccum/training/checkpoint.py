@@ -13,7 +13,7 @@ import torch
 from mtaccum.errors import ConfigError, first_line
 
 LAST, BEST = "last.pt", "best.pt"
-VERSION = 1
+VERSION = 2
 
 
 def save_checkpoint(state: dict[str, Any], path: Path) -> None:

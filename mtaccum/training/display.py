@@ -19,14 +19,15 @@ class Display:
     Args:
         total_steps: optimizer steps of the whole training.
         console: where to write; a terminal gets a progress bar, anything else lines.
+        shown: whether to write at all.
     """
 
-    def __init__(self, total_steps: int, console: Console | None = None) -> None:
-        self._console = console or Console(soft_wrap=True, highlight=False)
+    def __init__(self, total_steps: int, console: Console | None = None, *, shown: bool = True) -> None:
+        self._console = console or Console(soft_wrap=True, highlight=False, quiet=not shown)
         self._total_steps = total_steps
         self._started = time.monotonic()
         self._progress: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and shown:
             self._progress = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,21 +11,25 @@ from mtaccum.batch import to_device
 from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.window import WindowPlan
 from mtaccum.model import MultiTaskModel, evaluating
+from mtaccum.parallel import Ranks, current_ranks
 
 Evaluation = dict[str, dict[str, float]]
 
 
-def evaluate(model: MultiTaskModel, loader: Iterable[Any]) -> Evaluation:
+def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None = None) -> Evaluation:
     """Metrics of all enabled tasks over a loader, in evaluation mode and without a graph.
 
     Args:
         model: left as it was, training mode included.
-        loader: batches with inputs and targets; a task is skipped where a batch has no label of it.
+        loader: batches with inputs and targets; a task is skipped where a batch has no label of it. With
+            several ranks each gives its part of the data; all get the metrics of the whole.
+        ranks: None: those of PyTorch's default process group.
 
     Returns:
         For each task its metrics by name: ``loss``, the mean over all valid labels, and those of
         ``Task.metrics``. Empty for a task that had no label at all.
     """
+    ranks = current_ranks() if ranks is None else ranks
     tasks = {name: model.task(name) for name in model.enabled_tasks()}
     metrics = {
         name: {key: metric.to(model.device) for key, metric in task.metrics().items()}
@@ -32,6 +37,9 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any]) -> Evaluation:
     }
     losses: dict[str, list[float]] = {name: [] for name in tasks}
     counts: dict[str, list[float]] = {name: [] for name in tasks}
+    if ranks.size == 1:
+        for metric in (metric for named in metrics.values() for metric in named.values()):
+            metric.sync_on_compute = False  # this evaluation is this process's own
     with evaluating(model):
         for batch in loader:
             plan = WindowPlan.of(tasks, [batch])
@@ -43,15 +51,18 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any]) -> Evaluation:
                 losses[name].append(loss.item() * plan.counts[name][0])
                 counts[name].append(plan.counts[name][0])
                 tasks[name].update_metrics(metrics[name], predictions[name], batch)
-    return {
-        name: {
-            "loss": math.fsum(losses[name]) / math.fsum(counts[name]),
-            **{key: float(metric.compute()) for key, metric in metrics[name].items()},
-        }
-        if counts[name]
-        else {}
-        for name in tasks
-    }
+    sums = [math.fsum(numbers[name]) for name in tasks for numbers in (losses, counts)]
+    totals = iter(ranks.sums(sums))
+    evaluation: Evaluation = {}
+    for name in tasks:
+        summed, count = next(totals), next(totals)
+        evaluation[name] = {}
+        if count > 0:
+            evaluation[name]["loss"] = summed / count
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*compute.*before.*update.*")  # another rank had labels
+                evaluation[name].update((key, float(m.compute())) for key, m in metrics[name].items())
+    return evaluation
 
 
 def weighted_loss(model: MultiTaskModel, evaluation: Evaluation) -> float:

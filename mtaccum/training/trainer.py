@@ -18,6 +18,7 @@ from mtaccum.engine import Engine, StepResult, windows
 from mtaccum.errors import BatchError, NonfiniteError
 from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
+from mtaccum.parallel import in_step
 from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
 from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
@@ -39,6 +40,8 @@ class Trainer:
         settings: when to do what.
         folder: an existing folder for the checkpoints.
         loggers: are told the numbers; not closed here.
+
+    With several ranks each has a trainer, and all of them take every step; the first one writes and prints.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Trainer:
         self.engine, self.model = engine, engine.model
         self.loader, self.sampler, self.validation = loader, sampler, validation
         self.settings, self.folder, self.loggers = settings, folder, loggers
+        self.ranks = engine.ranks
         decay = settings.ema_decay
         self.average = None if decay is None else averaged(self.model, decay)
         self.steps = self.micro_batches = self.samples = self.epoch = self.batches_in_epoch = 0
@@ -82,7 +86,7 @@ class Trainer:
         """
         started = time.monotonic()
         evaluated_at: dict[int, Evaluation] = {}
-        display = Display(self.settings.total_steps)
+        display = Display(self.settings.total_steps, shown=self.ranks.first)
         evaluation: Evaluation = {}
         if self.steps == 0:
             self._save(LAST)  # so that there is one to go on from, and a full disk is found out now
@@ -91,8 +95,8 @@ class Trainer:
                 try:
                     evaluated_at = self._run(interrupt, display)
                 except KeyboardInterrupt:
-                    if self._stepping:
-                        raise  # between two states; the last one saved is whole
+                    if self._stepping or self.ranks.size > 1:
+                        raise  # between two states, or other ranks are; the last one saved is whole
                     interrupt.requested = True
                 except NonfiniteError:
                     self.batches_in_epoch -= 1  # the step left everything as it was before it
@@ -137,6 +141,8 @@ class Trainer:
                     self._save(LAST)
                 if scalars is not None:
                     since, samples_before = time.monotonic(), self.samples
+            (asked,) = self.ranks.largest([float(interrupt.requested)])
+            interrupt.requested = bool(asked)
             if interrupt.requested or self._stale():
                 break
         return last
@@ -146,7 +152,7 @@ class Trainer:
         while self.steps < self.settings.total_steps:
             self.sampler.seek(self.epoch, self.batches_in_epoch)
             whole_epoch, before = self.batches_in_epoch == 0, (self.steps, self.engine.skips.total)
-            for window in windows(loaded(self.loader), self.sampler.accumulate):
+            for window in in_step(windows(loaded(self.loader), self.sampler.accumulate), self.ranks):
                 yield window
                 if self.steps == self.settings.total_steps:
                     return
@@ -174,14 +180,11 @@ class Trainer:
         if result.stepped:
             self.steps += 1
             self.micro_batches += result.micro_batches
-            self.samples += self._samples(self.batches_in_epoch - 1)
+            self.samples += self.sampler.samples_in(self.batches_in_epoch - 1)
             if self.average is not None:
                 self.average.update_parameters(self.model)
         self._stepping = False
         return result
-
-    def _samples(self, batch: int) -> int:
-        return min(self.sampler.batch_size, self.sampler.samples - batch * self.sampler.batch_size)
 
     def _scalars(self, result: StepResult, samples_per_s: float) -> dict[str, float]:
         assert result.grad_norm is not None
@@ -198,8 +201,9 @@ class Trainer:
 
     def _evaluate(self, display: Display) -> Evaluation:
         """Evaluate, log, keep the state if it is the best so far, and draw."""
+        self.ranks.average_buffers(self.model)
         batches = self._pictures.watch(loaded(self.validation), self.loggers)
-        evaluation = evaluate(self.evaluated_model, batches)
+        evaluation = evaluate(self.evaluated_model, batches, self.ranks)
         loss = weighted_loss(self.model, evaluation)
         scalars = {f"val/{name}/{key}": v for name, m in evaluation.items() for key, v in m.items()}
         peak = {} if self.peak is None else {"peak_bytes": float(self.peak.peak_bytes)}
@@ -240,7 +244,10 @@ class Trainer:
             logger.log(self.steps, scalars)
 
     def _save(self, name: str) -> None:
-        save_checkpoint(self.state_dict(), self.folder / name)
+        self.ranks.average_buffers(self.model)
+        state = self.state_dict()
+        if self.ranks.first:
+            save_checkpoint(state, self.folder / name)
         self.saved_steps = self.steps if name == LAST else self.saved_steps
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,7 +261,7 @@ class Trainer:
             "optimizer_class": type(optimizer).__name__,
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
-            "rng": torch.get_rng_state(),
+            "rng": self.ranks.gather(torch.get_rng_state()),
             "progress": {name: getattr(self, name) for name in _PROGRESS},
         }
 
@@ -275,7 +282,8 @@ class Trainer:
             self.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.engine.scaler is not None and state["scaler"] is not None:
             self.engine.scaler.load_state_dict(state["scaler"])
-        torch.set_rng_state(state["rng"])
+        if self.ranks.rank < len(state["rng"]):  # on more ranks than before the others go on with their seeds
+            torch.set_rng_state(state["rng"][self.ranks.rank])
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
         self.engine.steps = self.steps

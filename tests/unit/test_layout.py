@@ -24,6 +24,7 @@ PARTS = (
     "model",
     "tasks",
     "data",
+    "parallel",
     "engine",
     "exactness",
     "memory",

@@ -1,0 +1,133 @@
+"""DDP: gradients become their mean over the ranks, by one pass through DistributedDataParallel per window.
+
+All real passes run on the bare model, in whatever order and number each rank needs. At the window's end a
+pass that touches every parameter and computes nothing goes through DistributedDataParallel, whose reducer
+then averages the gradients that have been added up, in buckets, and with communication hooks if there are
+any. Several synchronised passes, or one DDP per node, go wrong where ranks run different tasks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.parallel.ranks import Ranks, current_ranks
+
+COMM_HOOKS = {
+    "none": None,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+
+
+class Reducer:
+    """Averages gradients over the ranks, once per window.
+
+    Args:
+        ranks: the processes that train together.
+        comm_hook: ``fp16`` or ``bf16``: gradients travel in 16 bits; ``none``: as they are.
+
+    Raises:
+        ConfigError: an unknown hook.
+    """
+
+    def __init__(self, ranks: Ranks, comm_hook: str = "none") -> None:
+        if comm_hook not in COMM_HOOKS:
+            raise ConfigError(unknown_name("comm_hook", comm_hook, COMM_HOOKS))
+        self.ranks, self.comm_hook = ranks, comm_hook
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._pass: DistributedDataParallel | None = None
+
+    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give each trainable parameter the mean of its gradients; None where no rank has one.
+
+        Must be called on all ranks, with the same parameters in the same order.
+        """
+        learning = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.ranks.size == 1 or not learning:
+            return
+        self._prepare(learning)
+        used = self.ranks.largest([float(parameter.grad is not None) for parameter in learning])
+        assert self._pass is not None
+        with torch.enable_grad():
+            self._pass().backward()
+        for parameter, by_any in zip(learning, used, strict=True):
+            if not by_any:
+                parameter.grad = None
+
+    def _prepare(self, learning: list[nn.Parameter]) -> None:
+        """A pass for these parameters, unless it is there already."""
+        if len(self._parameters) == len(learning) and all(
+            reference() is parameter for reference, parameter in zip(self._parameters, learning, strict=True)
+        ):
+            return
+        sparse = [tuple(p.shape) for p in learning if p.grad is not None and p.grad.is_sparse]
+        if sparse:
+            raise ConfigError(
+                f"a parameter of shape {sparse[0]} has a sparse gradient, which can't be reduced over the "
+                f"ranks in one pass. Use sparse=False in its Embedding."
+            )
+        self._parameters = [weakref.ref(parameter) for parameter in learning]
+        # gradients become views of the buckets, so that there is one set of them
+        self._pass = DistributedDataParallel(_Touching(learning), gradient_as_bucket_view=True)
+        if (hook := COMM_HOOKS[self.comm_hook]) is not None:
+            self._pass.register_comm_hook(None, hook)
+
+
+class _Touching(nn.Module):
+    """Its forward touches every parameter, and computes nothing."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.touched = nn.ParameterList(parameters)
+
+    def forward(self) -> Tensor:
+        result: Tensor = _Touch.apply(*self.touched)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Touch(torch.autograd.Function):
+    """Undefined gradients for all its inputs: nothing is added to what they have, and hooks are called."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.number = len(parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        return tuple(None for _ in range(ctx.number))
+
+
+_reducers: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """Give each trainable parameter of a model the mean of its gradients over the ranks; None where no rank
+    has one. For loops of your own, after ``split_backward`` or ``Engine.accumulate`` and before the
+    optimizer's step, on every rank:
+
+        losses = split_backward(net.backbone(image), {...})
+        mtaccum.reduce_gradients(net)
+        optimizer.step()
+
+    Give the bare model, not one that DistributedDataParallel wraps. On one rank it does nothing.
+
+    Raises:
+        ConfigError: a wrapped model.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "reduce_gradients takes the bare model: DistributedDataParallel reduces in each backward, of "
+            "which there are several. Don't wrap it."
+        )
+    if model not in _reducers:
+        _reducers[model] = Reducer(current_ranks())
+    _reducers[model].reduce(list(dict.fromkeys(model.parameters())))

@@ -1,0 +1,137 @@
+"""Ranks: the processes that train together, and the small agreements between them.
+
+What is agreed on are numbers and names, not gradients. They go over the host's memory (gloo), so that no GPU
+has to wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together, seen from one of them. Alone, nothing is communicated.
+
+    Attributes:
+        rank: which one this is, from 0.
+        size: how many there are.
+        host: a group for tensors in the host's memory.
+    """
+
+    rank: int = 0
+    size: int = 1
+    host: Any = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes and prints."""
+        return self.rank == 0
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Over all ranks, of each number."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Over all ranks, of each number."""
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.host)
+        return found
+
+    def of_first(self, value: T) -> T:
+        """The value that rank 0 has."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, src=0, group=self.host)
+        found: T = values[0]
+        return found
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.size > 1:
+            dist.barrier(group=self.host)
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Over all ranks, on the tensor's device, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def share(self, module: nn.Module) -> None:
+        """Give parameters and buffers the values that rank 0 has."""
+        if self.size > 1:
+            with torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    dist.broadcast(tensor, src=0)
+
+    def average_buffers(self, module: nn.Module) -> None:
+        """Give buffers with a fraction (running statistics) their mean over the ranks, and others the values
+        of rank 0."""
+        if self.size == 1:
+            return
+        with torch.no_grad():
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer)
+                    buffer.div_(self.size)
+                else:
+                    dist.broadcast(buffer, src=0)
+
+    def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        if self.size == 1:
+            return list(numbers)
+        values = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(values, op=operation, group=self.host)
+        return values.tolist()
+
+
+ALONE = Ranks()
+_found: list[tuple[Any, Ranks]] = []  # the default group, and the ranks in it
+
+
+def current_ranks() -> Ranks:
+    """Those of PyTorch's default process group; alone where there is none."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ALONE
+    group = dist.group.WORLD
+    if not _found or _found[0][0] is not group:
+        # a group of its own, so that these agreements never stand in line behind gradients
+        host = dist.new_group(backend="gloo")
+        _found[:] = [(group, Ranks(dist.get_rank(), dist.get_world_size(), host))]
+    return _found[0][1]
+
+
+def in_step(windows: Iterable[list[T]], ranks: Ranks | None = None) -> Iterator[list[T]]:
+    """Windows as long as any rank has one; an empty one where this rank has no more.
+
+    Every rank has to take part in every step. So where ranks have unequal numbers of batches:
+
+        for window in in_step(windows(loader, 4)):
+            engine.step(window)
+
+    Args:
+        ranks: None: those of PyTorch's default process group.
+    """
+    ranks = current_ranks() if ranks is None else ranks
+    following = iter(windows)
+    while True:
+        window = next(following, None)
+        (any_left,) = ranks.largest([float(window is not None)])
+        if not any_left:
+            return
+        yield [] if window is None else window
