@@ -32,6 +32,7 @@ from mtaccum.tasks import Classification, Regression, Segmentation, Task, regist
 if TYPE_CHECKING:
     from mtaccum.config import load
     from mtaccum.exactness import check_exactness
+    from mtaccum.parallel import reduce_gradients
     from mtaccum.planning import find_plan
     from mtaccum.training import evaluate
 
@@ -64,6 +65,7 @@ __all__ = [
     "evaluate",
     "find_plan",
     "load",
+    "reduce_gradients",
     "register_split",
     "register_structure",
     "register_task",
@@ -80,6 +82,10 @@ def __getattr__(name: str) -> Any:
         from mtaccum.exactness import check_exactness
 
         return check_exactness
+    if name == "reduce_gradients":
+        from mtaccum.parallel import reduce_gradients
+
+        return reduce_gradients
     if name == "find_plan":
         from mtaccum.planning import find_plan
 

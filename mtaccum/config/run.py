@@ -31,7 +31,7 @@ from mtaccum.engine import Engine, WindowPlan
 from mtaccum.errors import ConfigError, first_line, unknown_name
 from mtaccum.memory import format_bytes
 from mtaccum.model import MultiTaskModel
-from mtaccum.parallel import current_ranks
+from mtaccum.parallel import current_ranks, shard
 from mtaccum.training import (
     Outcome,
     Trainer,
@@ -144,6 +144,10 @@ def prepare(config: RunConfig) -> Run:
     check_targets(config, model, train)
     WindowPlan.of(model.tasks_by_name(), [batch])  # labels out of range are said now if they are in sight
     model.to(device)
+    if config.parallel.kind == "fsdp":
+        if config.trainer.ema_decay is not None:
+            raise ConfigError("trainer.ema_decay doesn't go with parallel=fsdp; use parallel=ddp.")
+        shard(model)
     optimizer = build_optimizer(config, model)
     settings = _settings(config, model, sampler)
     course = config.lr_schedule

@@ -120,7 +120,7 @@ class VerifyConfig(_Section):
 class ParallelConfig(_Section):
     """How several ranks train together."""
 
-    kind: Literal["auto", "none", "ddp"]
+    kind: Literal["auto", "none", "ddp", "fsdp"]
     timeout_s: float = Field(gt=0, allow_inf_nan=False)
     comm_hook: Literal["none", "fp16", "bf16"]
 

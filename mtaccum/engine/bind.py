@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mtaccum.batch import batch_size_of, split_sizes, take_part
 from mtaccum.engine.arrangement import Arrangement
-from mtaccum.engine.replay import frozen, is_frozen
+from mtaccum.engine.replay import frozen, is_frozen, without_trace
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import FeatureError
 from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
-from mtaccum.structure import describe, detach, map_tensors
+from mtaccum.structure import describe, detach, map_tensors, tensors_of
 from mtaccum.tasks.base import Task
 
 _EACH_HEAD = Arrangement()
@@ -38,7 +40,7 @@ def bind(
     Args:
         batch: the micro-batch, on the model's device.
         micro_batch: its index in the window of ``plan``.
-        active: the tasks that have labels in it; the others are not run.
+        active: the tasks to run: those that have labels in it, here or on another rank.
         log: is told each task's loss.
         autocast: entered around each node's forward.
         arrangement: which heads become one node, and which become several.
@@ -59,6 +61,11 @@ class _Binding:
     autocast: Callable[[], AbstractContextManager[Any]]
     arrangement: Arrangement
 
+    @cached_property
+    def active(self) -> list[str]:
+        """The tasks that have labels here."""
+        return self.plan.active(self.micro_batch)
+
     def nodes(self, tree: Tree) -> tuple[Node, ...]:
         return tuple(self.nodes_of(tree))
 
@@ -71,11 +78,11 @@ class _Binding:
                 counts = self.plan.parts[name][self.micro_batch]
                 yield from (self.leaf(name, chunk) for chunk, count in enumerate(counts) if count > 0)
             elif not self.arrangement.joined:
-                yield self.leaf(name)
+                yield self.head(name)
             else:
                 group = [member for member in tree if member in self.arrangement.group_of(name)]
                 if name == group[0]:
-                    yield _together([self.leaf(member) for member in group])
+                    yield _together([self.head(member) for member in group])
 
     def inner(self, name: str, below: Tree) -> Node:
         return Node(
@@ -88,8 +95,29 @@ class _Binding:
     def features(self, name: str, above: Features) -> Any:
         """What a trunk or neck hands on. One that doesn't learn keeps its buffers, ``.train()`` or not."""
         module = self.model.node(name)
-        with self.autocast(), frozen(module) if is_frozen(module) else nullcontext():
+        kept: AbstractContextManager[Any] = frozen(module) if is_frozen(module) else nullcontext()
+        if not set(self.model.tasks_below(name)) & set(self.active):
+            kept = without_trace(module)
+        with self.autocast(), kept:
             return self.model.run(name, above, self.batch)
+
+    def head(self, name: str) -> Node:
+        """A head that learns here, or one that only other ranks learn from and all have to run."""
+        if name in self.active:
+            return self.leaf(name)
+        task = self.model.task(name)
+        return Node(
+            name, run=lambda features: self.nothing(name, task, features), learns=task.mode != "detached"
+        )
+
+    def nothing(self, name: str, task: Task, features: Features) -> Tensor:
+        """A zero whose backward runs through a head and adds zeros."""
+        if task.mode == "detached":
+            features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
+        with self.autocast(), without_trace(task):
+            prediction = self.model.run(name, features, self.batch)
+        sums = [t.sum() * 0 for t in tensors_of(prediction, strict=False) if t.requires_grad]
+        return torch.stack([value.float() for value in sums]).sum() if sums else torch.zeros(())
 
     def leaf(self, name: str, chunk: int | None = None) -> Node:
         task = self.model.task(name)

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import BatchError, ConfigError, OptimizerError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.parallel.fsdp import is_sharded
 from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks
 
-PARALLEL = ("none", "ddp")
+PARALLEL = ("none", "ddp", "fsdp")
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 
 
@@ -158,11 +159,25 @@ def unreached_parameters(model: MultiTaskModel, plan: WindowPlan) -> list[str]:
     ]
 
 
-def check_parallel(parallel: str | None) -> Ranks:
+def check_parallel(model: MultiTaskModel, parallel: str | None) -> Ranks:
     """The ranks that an engine trains with; refuse a way that there isn't."""
     if parallel is not None:
         check_choice("parallel", parallel, PARALLEL)
+    if parallel == "fsdp" and current_ranks().size > 1 and not is_sharded(model):
+        raise ConfigError(
+            "parallel='fsdp' needs a model that is spread over the ranks: call mtaccum.parallel.shard(model) "
+            "before its optimizer is made."
+        )
+    if parallel not in (None, "fsdp") and is_sharded(model):
+        raise ConfigError(f"the model is spread over the ranks, so parallel={parallel!r} can't train it.")
     return ALONE if parallel == "none" else current_ranks()
+
+
+def check_sharded(model: MultiTaskModel, **given: Any) -> None:
+    """Refuse what doesn't go with parameters that are spread over the ranks."""
+    for name, value in given.items():
+        if value and is_sharded(model):
+            raise ConfigError(f"{name} doesn't go with parallel=fsdp; use parallel=ddp, or leave it away.")
 
 
 def check_synchronised(model: MultiTaskModel, batchnorm: str, ranks: Ranks) -> None:

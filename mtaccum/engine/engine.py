@@ -29,6 +29,7 @@ from mtaccum.engine.checks import (
     check_plan,
     check_positive,
     check_precision,
+    check_sharded,
     check_synchronised,
     check_window,
     unreached_parameters,
@@ -52,10 +53,12 @@ from mtaccum.engine.replay import StateBefore, keeping_frozen
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.stages import STEP, stage
+from mtaccum.engine.together import reduce_after, with_stand_ins
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import ConfigError, OptimizerError, listed
 from mtaccum.model.tree import ROOT, MultiTaskModel
 from mtaccum.parallel.ddp import Reducer
+from mtaccum.parallel.fsdp import is_sharded
 
 
 class Engine:
@@ -91,8 +94,8 @@ class Engine:
         chunks: for a task into how many parts its head and loss take each micro-batch (``split`` only).
         offload: keep saved activations in pinned host memory until the backward (CUDA only).
         parallel: ``ddp``: gradients of a step are averaged over the ranks of PyTorch's process group, once,
-            and all weights start as those of rank 0; ``none``: each rank trains by itself. None: ``ddp`` if
-            there are several ranks.
+            and all weights start as those of rank 0; ``fsdp``: the model was spread over the ranks by
+            ``mtaccum.parallel.shard``; ``none``: each rank trains by itself. None: what fits.
         comm_hook: ``fp16`` or ``bf16``: gradients travel between ranks in 16 bits; ``none``: as they are.
 
     Attributes:
@@ -168,12 +171,20 @@ class Engine:
         self.on_gradients = on_gradients
         self.backward = backward
         self.batchnorm = batchnorm
-        self.ranks = check_parallel(parallel)
+        self.ranks = check_parallel(model, parallel)
+        self._sharded = is_sharded(model)
         self._reducer = Reducer(self.ranks, comm_hook)
         self.steps = 0
         self.skips = Skips(on_nonfinite, max_skipped)
         self._build(recompute, compile)
         check_synchronised(model, batchnorm, self.ranks)
+        check_sharded(
+            model,
+            compile=compile,
+            chunks=self.arrangement.chunks,
+            scaler=scaler,
+            comm_hook=comm_hook != "none",
+        )
         if batchnorm == "sync":  # last: an engine that is refused has changed nothing
             synchronise_norms(model, stacklevel=2)
             self._build(recompute, compile)
@@ -275,7 +286,7 @@ class Engine:
             plan = self.plan(window)
         else:
             check_plan(self.model, plan, len(window), self.arrangement.chunks)
-        plan = plan.agreed(self.ranks)
+        plan = plan.agreed(self.ranks, together=self._sharded)
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan, self.model.device)
         backward = self._precision.scaled(self.backward)
@@ -304,8 +315,11 @@ class Engine:
             save_on_cpu(pin_memory=True) if self.offload else nullcontext(),
         ):
             autocast = partial(self._precision.autocast, device)
-            for index, batch in enumerate(window):
-                if active := plan.active(index):
+            together = plan.union is not None
+            for index, batch in enumerate(with_stand_ins(window, plan, self.ranks) if together else window):
+                if together:
+                    reduce_after(model, plan, index)
+                if active := plan.running(index):
                     # moved here and bound to no name: on the device is only the micro-batch that runs
                     moved = to_device(batch, device)
                     roots, inputs = bind(model, moved, plan, index, active, log, autocast, arrangement)

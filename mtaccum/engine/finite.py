@@ -17,6 +17,7 @@ from mtaccum.engine.schedules import Backward
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import NonfiniteError
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.parallel.fsdp import local
 from mtaccum.structure import describe, tensors_of
 from mtaccum.tasks.base import Loss
 
@@ -36,7 +37,7 @@ def all_finite(values: Sequence[Tensor]) -> bool:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether a tensor holds no NaN and nothing infinite; whole numbers always are."""
-    values = tensor.detach()
+    values = local(tensor.detach())
     values = values.coalesce().values() if values.is_sparse else values
     return not (values.is_floating_point() or values.is_complex()) or bool(values.isfinite().all())
 

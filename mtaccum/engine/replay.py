@@ -139,6 +139,17 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def without_trace(module: nn.Module) -> Iterator[None]:
+    """Let a module's forward leave buffers and random state as they are."""
+    random_state = RandomState()
+    try:
+        with swapped_buffers(_copied((part, part._buffers) for part in module.modules())):
+            yield
+    finally:
+        random_state.restore()
+
+
+@contextmanager
 def keeping_frozen(nodes: Sequence[nn.Module]) -> Iterator[None]:
     """Around a window: let frozen nodes keep their buffers in backwards too, where a checkpoint of the user's
     own would run them again. What they share with others is left to ``frozen``, forward by forward."""

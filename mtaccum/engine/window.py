@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,8 @@ class WindowPlan:
         parts: for each task that runs in chunks the counts of these, micro-batch by micro-batch.
         everywhere: for each enabled task its count in the window on all ranks together; None: there is one.
         ranks: how many ranks there are, over which gradients become their mean.
+        union: for each micro-batch the tasks that any rank runs, where all ranks have to run these; None:
+            each runs its own.
     """
 
     counts: Mapping[str, tuple[float, ...]]
@@ -64,6 +67,7 @@ class WindowPlan:
     parts: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     everywhere: Mapping[str, float] | None = None
     ranks: int = 1
+    union: tuple[tuple[str, ...], ...] | None = None
 
     @classmethod
     def of(
@@ -126,8 +130,11 @@ class WindowPlan:
         """How many micro-batches the window has; 0 if no task is enabled."""
         return len(next(iter(self.counts.values()), ()))
 
-    def agreed(self, ranks: Ranks) -> WindowPlan:
+    def agreed(self, ranks: Ranks, *, together: bool = False) -> WindowPlan:
         """The plan with what the other ranks counted. To be called on all ranks, for each window.
+
+        Args:
+            together: whether all ranks have to run what any of them runs.
 
         Raises:
             ConfigError: the ranks train different tasks.
@@ -141,7 +148,15 @@ class WindowPlan:
             given = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(ranks.gather(tasks)))
             raise ConfigError(f"all ranks must train the same tasks in the same order, but {given}.")
         totals = ranks.sums(list(self.local_totals.values()))
-        return replace(self, everywhere=dict(zip(self.counts, totals, strict=True)), ranks=ranks.size)
+        union = None
+        if together:
+            theirs = ranks.gather([self.active(index) for index in range(self.micro_batches)])
+            union = tuple(
+                tuple(name for name in self.counts if any(name in (tasks or ()) for tasks in of_ranks))
+                for of_ranks in zip_longest(*theirs)
+            )
+        everywhere = dict(zip(self.counts, totals, strict=True))
+        return replace(self, everywhere=everywhere, ranks=ranks.size, union=union)
 
     @cached_property
     def local_totals(self) -> dict[str, float]:
@@ -155,7 +170,13 @@ class WindowPlan:
 
     def active(self, micro_batch: int) -> list[str]:
         """The tasks that have a label in this micro-batch."""
+        if micro_batch >= self.micro_batches:  # one of other ranks only
+            return []
         return [name for name, counts in self.counts.items() if counts[micro_batch] > 0]
+
+    def running(self, micro_batch: int) -> list[str]:
+        """The tasks that are run in this micro-batch: those with a label, on any rank if all go together."""
+        return self.active(micro_batch) if self.union is None else list(self.union[micro_batch])
 
     def passes(self, tasks: Iterable[str]) -> int:
         """In how many micro-batches at least one of ``tasks`` has a label."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mtaccum.parallel import local
+
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUTS, FEATURES, ACTIVATIONS, TEMPORARIES = range(7)
 
 KINDS = (
@@ -136,6 +138,7 @@ def _collect(value: object, device_type: str, found: list[torch.UntypedStorage])
 
 
 def _own_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    tensor = local(tensor)  # of one that is spread over the ranks, this rank's part
     wrapper = bool(is_traceable_wrapper_subclass(tensor))
     if tensor.layout == torch.strided and not wrapper:
         return [tensor.untyped_storage()]

@@ -1,7 +1,23 @@
 """Several ranks: the processes that train together, and how their gradients become one."""
 
 from mtaccum.parallel.ddp import Reducer, reduce_gradients
+from mtaccum.parallel.fsdp import gathered, is_sharded, local, shard, spread_like, whole
 from mtaccum.parallel.launch import joined, launched
 from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks, in_step
 
-__all__ = ["ALONE", "Ranks", "Reducer", "current_ranks", "in_step", "joined", "launched", "reduce_gradients"]
+__all__ = [
+    "ALONE",
+    "Ranks",
+    "Reducer",
+    "current_ranks",
+    "gathered",
+    "in_step",
+    "is_sharded",
+    "joined",
+    "launched",
+    "local",
+    "reduce_gradients",
+    "shard",
+    "spread_like",
+    "whole",
+]

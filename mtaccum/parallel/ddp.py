@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.parallel.fsdp import is_spread
 from mtaccum.parallel.ranks import Ranks, current_ranks
 
 COMM_HOOKS = {
@@ -50,7 +51,8 @@ class Reducer:
 
         Must be called on all ranks, with the same parameters in the same order.
         """
-        learning = [parameter for parameter in parameters if parameter.requires_grad]
+        # what is spread over the ranks was reduced in its backward
+        learning = [p for p in parameters if p.requires_grad and not is_spread(p)]
         if self.ranks.size == 1 or not learning:
             return
         self._prepare(learning)

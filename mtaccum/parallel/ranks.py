@@ -77,7 +77,8 @@ class Ranks:
         if self.size > 1:
             with torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor, src=0)
+                    if type(tensor.data) is Tensor:  # what is spread over the ranks was shared before
+                        dist.broadcast(tensor, src=0)
 
     def average_buffers(self, module: nn.Module) -> None:
         """Give buffers with a fraction (running statistics) their mean over the ranks, and others the values

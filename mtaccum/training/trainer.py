@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -18,7 +20,8 @@ from mtaccum.engine import Engine, StepResult, windows
 from mtaccum.errors import BatchError, NonfiniteError
 from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
-from mtaccum.parallel import in_step
+from mtaccum.parallel import gathered, in_step, spread_like, whole
+from mtaccum.structure import map_tensors
 from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
 from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
@@ -202,8 +205,9 @@ class Trainer:
     def _evaluate(self, display: Display) -> Evaluation:
         """Evaluate, log, keep the state if it is the best so far, and draw."""
         self.ranks.average_buffers(self.model)
+        model = gathered(self.evaluated_model)
         batches = self._pictures.watch(loaded(self.validation), self.loggers)
-        evaluation = evaluate(self.evaluated_model, batches, self.ranks)
+        evaluation = evaluate(model, batches, self.ranks)
         loss = weighted_loss(self.model, evaluation)
         scalars = {f"val/{name}/{key}": v for name, m in evaluation.items() for key, v in m.items()}
         peak = {} if self.peak is None else {"peak_bytes": float(self.peak.peak_bytes)}
@@ -224,7 +228,7 @@ class Trainer:
         else:
             self.evaluations_since_best += 1
         try:
-            self._pictures.log(self.steps, self.evaluated_model, self.loggers)
+            self._pictures.log(self.steps, model, self.loggers)
         except Exception:  # a task that can't be drawn must not cost what was trained
             self._save(LAST)
             raise
@@ -255,9 +259,9 @@ class Trainer:
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
         assert optimizer is not None
         return {
-            "model": self.model.state_dict(),
+            "model": _whole(self.model.state_dict()),
             "average": None if self.average is None else self.average.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizer": _whole(optimizer.state_dict()),
             "optimizer_class": type(optimizer).__name__,
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
@@ -274,10 +278,13 @@ class Trainer:
         # PyTorch loads another optimizer's state without a word, and fails in the first step
         if (own := type(self.engine.optimizer).__name__) != state["optimizer_class"]:
             raise ValueError(f"It was made with {state['optimizer_class']}, and this is {own}.")
-        self.model.load_state_dict(state["model"])
+        like = self.model.state_dict()
+        self.model.load_state_dict(
+            {n: spread_like(v, like[n]) if n in like else v for n, v in state["model"].items()}
+        )
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.engine.optimizer.load_state_dict(state["optimizer"])
+        self.engine.optimizer.load_state_dict(_spread(state["optimizer"], self.engine.optimizer))
         if self.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
             self.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
         if self.engine.scaler is not None and state["scaler"] is not None:
@@ -305,6 +312,25 @@ def averaged(model: MultiTaskModel, decay: float) -> AveragedModel:
     """A copy of the model that follows an exponential moving average of its weights and buffers."""
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+
+
+def _whole(state: Any) -> Any:
+    """A state dict whose tensors are whole, on every rank; to be called on all."""
+    return map_tensors(state, whole, strict=False)
+
+
+def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer, spread over the ranks as its parameters are."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    like = dict(zip(indices, held, strict=False))
+    spread = {
+        index: {
+            name: spread_like(v, like[index]) if isinstance(v, Tensor) else v for name, v in entry.items()
+        }
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": spread}
 
 
 def _due(step: int, every: int) -> bool:
