@@ -21,9 +21,21 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtaccum.config.ranks import check_launch, leave, on_ranks, own_folder, rank_name
+from mtaccum.config.ranks import (
+    check_launch,
+    first,
+    launcher,
+    leave,
+    let_others_speak,
+    on_ranks,
+    one_voice,
+    rank_name,
+    report_unexplained,
+    without_folder,
+)
 from mtaccum.config.schema import RunConfig, known_keys
 from mtaccum.errors import ConfigError, MtaccumError, unknown_name
+from mtaccum.parallel import launched
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 _EXPLAINED = (MtaccumError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
@@ -57,10 +69,11 @@ def run_command(
     """
     try:
         check_launch(arguments, trains=trains)
-        with own_folder() as more:
-            return leave(_run(config_name, function, [*arguments, *more]))
     except ConfigError as error:
         return leave(_report(error, arguments))
+    with one_voice():
+        code = _run(config_name, function, without_folder(arguments))
+    return leave(code)
 
 
 def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str]) -> int:
@@ -68,6 +81,9 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
 
     def job(values: DictConfig) -> None:
         logging.getLogger("mtaccum").propagate = False  # the display says it; Hydra's log would say it again
+        folder = Path(str(values.run_dir))
+        if launched() and folder != Path.cwd():
+            _remove_if_empty(folder)  # torchrun may end this process at any time; the run makes it again
         try:
             with on_ranks(RunConfig.read(_plain(values))) as config:
                 codes.append(function(config))
@@ -75,9 +91,14 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
             if full_error:
                 raise
             raise SystemExit(_report(error, arguments)) from error  # past Hydra, which would trace it
+        except Exception as error:
+            if full_error or not launched():
+                raise
+            raise SystemExit(report_unexplained(error)) from error
         finally:
             logging.getLogger("mtaccum").propagate = True
-            _remove_if_empty(Path(str(values.run_dir)))
+            if first():
+                _remove_if_empty(folder)
 
     before, argv = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
     full_error = before not in (None, "", "0")
@@ -92,7 +113,8 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
     except SystemExit as end:  # also Hydra's own, after --help say
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if first():
+            print("interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
         sys.argv = argv
@@ -103,6 +125,7 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:
+    let_others_speak()
     print(f"{rank_name()}error: {_explain(error, arguments)}", file=sys.stderr)
     return 2
 
@@ -115,7 +138,7 @@ def resume_command(config_name: str, arguments: Sequence[str], folder: str) -> s
     kept = [a for a in arguments if not a.lstrip("+").startswith(("resume=", "hydra.run.dir="))]
     return shlex.join(
         [
-            *("python", "-m", f"mtaccum.{config_name}", *kept),
+            *(*launcher(), "-m", f"mtaccum.{config_name}", *kept),
             *(f"resume={_quoted(folder)}", f"hydra.run.dir={_quoted(folder)}"),
         ]
     )

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-import tempfile
+import time
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 
+import torch.distributed as dist
+
 from mtaccum.config.schema import RunConfig
-from mtaccum.errors import ConfigError
-from mtaccum.parallel import joined, launched
+from mtaccum.errors import ConfigError, first_line
+from mtaccum.parallel import by_torchrun, joined, launched
 
 _LAUNCH = "torchrun --nproc-per-node 2 -m mtaccum.train ..."
+_PATIENCE_S = 3.0
+# what gloo and NCCL say, in plain RuntimeErrors, of a rank that has gone or doesn't answer
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset) by peer", re.IGNORECASE)
+
+
+def first() -> bool:
+    """Whether this process is the one that writes and prints."""
+    return not launched() or os.environ["RANK"] == "0"
 
 
 def rank_name() -> str:
@@ -21,14 +33,45 @@ def rank_name() -> str:
     return f"rank {os.environ['RANK']}: " if launched() else ""
 
 
+def launcher() -> list[str]:
+    """What starts this command again, up to ``-m``; on several nodes torchrun's options are left open."""
+    if not launched():
+        return ["python"]
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    return ["torchrun", *(["--nproc-per-node", here] if here == os.environ["WORLD_SIZE"] else ["..."])]
+
+
+def let_others_speak(*, of_first: bool = False) -> None:
+    """Under torchrun: wait a little before an error is told, since torchrun ends all ranks at the first one
+    that fails. So what all have to say is said by rank 0 alone, and what one has to say comes before the
+    complaints of the others that it has gone.
+
+    Args:
+        of_first: whether rank 0 waits too.
+    """
+    if launched() and (of_first or not first()):
+        time.sleep(_PATIENCE_S)
+
+
 @contextlib.contextmanager
-def own_folder() -> Iterator[list[str]]:
-    """Overrides that keep Hydra from making a run's folder on ranks that don't write."""
-    if not launched() or os.environ["RANK"] == "0":
-        yield []
+def one_voice() -> Iterator[None]:
+    """What all ranks would print or warn of is printed by rank 0 alone."""
+    if first():
+        yield
         return
-    with tempfile.TemporaryDirectory() as folder:
-        yield [f"hydra.run.dir={folder}"]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def without_folder(arguments: Sequence[str]) -> list[str]:
+    """Arguments with which Hydra makes no run's folder, on ranks that don't write."""
+    if first():
+        return list(arguments)
+    # argparse wants all overrides side by side
+    overrides = [i for i, a in enumerate(arguments) if not a.startswith("-") and ("=" in a or a[:1] == "~")]
+    end = max(overrides, default=len(arguments) - 1) + 1
+    return [*arguments[:end], "hydra.run.dir=.", *arguments[end:]]
 
 
 def check_launch(arguments: Sequence[str], *, trains: bool) -> None:
@@ -58,18 +101,32 @@ def on_ranks(config: RunConfig) -> Iterator[RunConfig]:
     kind = config.parallel.kind
     if kind == "none" and launched():
         raise ConfigError("parallel=none would train the same on each rank. Start it without torchrun.")
-    if kind not in ("auto", "none") and not launched():
+    if kind not in ("auto", "none") and not by_torchrun():
         raise ConfigError(f"parallel={kind} needs several processes: {_LAUNCH}")
     if config.plan == "auto" and launched():
         raise ConfigError(
             "plan=auto plans for one process. Run python -m mtaccum.plan, and give its options to torchrun."
         )
-    with joined(config.parallel.timeout_s) as ranks, contextlib.ExitStack() as stack:
-        if not ranks.first:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+    with joined(config.parallel.timeout_s) as ranks:
         yield config.model_copy(update={"run_dir": ranks.of_first(config.run_dir)})
+
+
+def report_unexplained(error: Exception) -> int:
+    """Say which rank an error is of that nobody has explained, with its traceback unless it is only that
+    another rank has gone; the exit code."""
+    lost = isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    lost = lost or isinstance(error, dist.DistError)
+    let_others_speak(of_first=lost)
+    if lost:
+        said = (
+            "lost another rank: it has ended, or didn't come within parallel.timeout_s. "
+            f"({first_line(error)})"
+        )
+    else:
+        traceback.print_exception(error)
+        said = f"{type(error).__name__}: {error}"
+    print(f"{rank_name()}error: {said}", file=sys.stderr)
+    return 1
 
 
 def leave(code: int) -> int:

@@ -243,7 +243,7 @@ def _settings(config: RunConfig, model: MultiTaskModel, sampler: MicroBatchSampl
 def _resume(trainer: Trainer, state: dict[str, Any], config: RunConfig) -> None:
     """Put a trainer where a checkpoint was; the training must be the same one, but for its length."""
     path = find_checkpoint(str(config.resume))
-    _check_same_training(config, path.parent / CONFIG)
+    _check_same_training(config, path.parent / CONFIG, (len(state["rng"]), trainer.ranks.size))
     try:
         trainer.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -263,6 +263,7 @@ def _resume(trainer: Trainer, state: dict[str, Any], config: RunConfig) -> None:
 
 
 _LASTING = {"tasks", "necks", "trunk", "data", "optimizer", "lr_schedule", "batch_size", "seed"}
+_FREE = {"data.workers", "data.eval_batch_size"}  # how fast it is, not what is trained
 
 
 def _flat(values: Any, above: str = "") -> dict[str, Any]:
@@ -275,18 +276,31 @@ def _flat(values: Any, above: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_same_training(config: RunConfig, saved: Path) -> None:
-    """Settings that a resumed training would ignore, or that would change which samples are left."""
+def _check_same_training(config: RunConfig, saved: Path, ranks: tuple[int, int]) -> None:
+    """Settings that a resumed training would ignore, or that would change which samples are left.
+
+    Args:
+        ranks: how many there were, and how many there are.
+    """
     if not saved.is_file():
         return
     before, now = (
         _flat(OmegaConf.to_container(OmegaConf.load(saved))),
         _flat(config.model_dump(by_alias=True)),
     )
+    samples_per_step = before.get("batch_size", 0) * ranks[0], now["batch_size"] * ranks[1]
+    if samples_per_step[0] == samples_per_step[1]:
+        before["batch_size"] = now["batch_size"]  # the same batches, on fewer or more ranks
+    elif ranks[0] != ranks[1] and config.trainer.epochs is not None:
+        raise ConfigError(
+            f"a step on {ranks[1]} ranks has {samples_per_step[1]} samples, and had {samples_per_step[0]} on "
+            f"{ranks[0]}, so epochs don't tell how many steps are left. Give trainer.max_steps and "
+            f"trainer.epochs=null, or a batch_size (per rank) with which a step has as many as before."
+        )
     changed = [
         f"{key}: {now.get(key)!r} (was {before.get(key)!r})"
         for key in sorted({*before, *now})
-        if key.split(".")[0] in _LASTING and before.get(key) != now.get(key)
+        if key.split(".")[0] in _LASTING and key not in _FREE and before.get(key) != now.get(key)
     ]
     if changed:
         raise ConfigError(

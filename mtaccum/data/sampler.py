@@ -61,7 +61,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed = shuffle, seed
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
-        self.first_batch = 0
+        self.first_sample = 0
 
     @property
     def batches(self) -> int:
@@ -73,36 +73,36 @@ class MicroBatchSampler(Sampler[list[int]]):
         """Samples per optimizer step on all ranks together."""
         return self.batch_size * self.ranks
 
-    def samples_in(self, batch: int) -> int:
-        """Samples of a batch on all ranks together."""
-        return min(self.global_batch_size, self.samples - batch * self.global_batch_size)
+    def samples_from(self, first: int) -> int:
+        """Samples, on all ranks together, of the batch that starts with the ``first`` one of an epoch."""
+        return min(self.global_batch_size, self.samples - first)
 
-    def seek(self, epoch: int, first_batch: int = 0) -> None:
-        """Let the next iteration be that of ``epoch``, without its first ``first_batch`` batches."""
-        self.epoch, self.first_batch = epoch, first_batch
+    def seek(self, epoch: int, first_sample: int = 0) -> None:
+        """Let the next iteration be that of ``epoch``, without its first ``first_sample`` samples."""
+        self.epoch, self.first_sample = epoch, first_sample
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.samples))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.samples, generator=generator).tolist()
-        for batch in range(self.first_batch, self.batches):
-            start = batch * self.global_batch_size
-            mine = self._shares(batch)
-            start += sum(mine[: self.rank])
-            for size in self._sizes(mine[self.rank]):
+        for first in self._firsts():
+            shares = self._shares(first)
+            start = first + sum(shares[: self.rank])
+            for size in self._sizes(shares[self.rank]):
                 yield order[start : start + size]
                 start += size
 
     def __len__(self) -> int:
-        return sum(
-            len(self._sizes(self._shares(batch)[self.rank]))
-            for batch in range(self.first_batch, self.batches)
-        )
+        return sum(len(self._sizes(self._shares(first)[self.rank])) for first in self._firsts())
 
-    def _shares(self, batch: int) -> list[int]:
+    def _firsts(self) -> range:
+        """Where the batches of an epoch start that are left."""
+        return range(self.first_sample, self.samples, self.global_batch_size)
+
+    def _shares(self, first: int) -> list[int]:
         """Samples of a batch on each rank."""
-        share, larger = divmod(self.samples_in(batch), self.ranks)
+        share, larger = divmod(self.samples_from(first), self.ranks)
         return [share + (rank < larger) for rank in range(self.ranks)]
 
     def _sizes(self, samples: int) -> list[int]:

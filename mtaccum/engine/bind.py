@@ -16,6 +16,7 @@ from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.replay import frozen, is_frozen, without_trace
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
+from mtaccum.engine.together import note_nothing
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import FeatureError
 from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
@@ -112,12 +113,11 @@ class _Binding:
 
     def nothing(self, name: str, task: Task, features: Features) -> Tensor:
         """A zero whose backward runs through a head and adds zeros."""
+        self.log.stands_in(name, self.micro_batch)
         if task.mode == "detached":
             features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
         with self.autocast(), without_trace(task):
-            prediction = self.model.run(name, features, self.batch)
-        sums = [t.sum() * 0 for t in tensors_of(prediction, strict=False) if t.requires_grad]
-        return torch.stack([value.float() for value in sums]).sum() if sums else torch.zeros(())
+            return _nothing(self.model.run(name, features, self.batch))
 
     def leaf(self, name: str, chunk: int | None = None) -> Node:
         task = self.model.task(name)
@@ -141,6 +141,9 @@ class _Binding:
                 loss = task.loss(prediction, batch)
                 total = sum_of_parts(loss)
         self.log.add(name, self.micro_batch, loss, total, chunk)
+        if self.plan.union is not None and not total.requires_grad:  # on another rank there may be a backward
+            note_nothing(self.model, name)
+            return total + _nothing(prediction)
         return total
 
     def part(self, name: str, features: Features, chunk: int) -> tuple[Features, Any]:
@@ -154,6 +157,13 @@ class _Binding:
                 node: self.model.inputs(batch) if node == ROOT else _rows(node, features[node], samples, rows)
                 for node in self.model.sources(name)
             }, batch
+
+
+def _nothing(prediction: Any) -> Tensor:
+    """A zero whose backward runs through what has made a prediction, and adds zeros."""
+    made = [tensor for tensor in tensors_of(prediction, strict=False) if tensor.requires_grad]
+    sums = [(tensor.real if tensor.is_complex() else tensor).sum() * 0 for tensor in made]
+    return sum(sums, start=torch.zeros(()))
 
 
 def _rows(node: str, features: Any, samples: int, rows: slice) -> Any:

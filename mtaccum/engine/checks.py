@@ -9,17 +9,17 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import BatchError, ConfigError, OptimizerError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.parallel.ddp import wrapper_of
 from mtaccum.parallel.fsdp import is_sharded
 from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks
 
 PARALLEL = ("none", "ddp", "fsdp")
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 
 
 def check_choice(what: str, given: Any, known: Collection[str]) -> None:
@@ -50,11 +50,11 @@ def check_model(model: Any) -> None:
 
     A wrapper would reduce gradients in every backward, of which a step has several.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else [model]
-    if wrapped := {type(module).__name__ for module in modules} & _WRAPPERS:
+    if (wrapper := wrapper_of(model)) is not None:
         raise ConfigError(
-            f"the model is wrapped by {min(wrapped)}, which reduces gradients in each backward, while a step "
-            f"here has several. Give the bare modules to MultiTaskModel."
+            f"the model is wrapped by {wrapper}, which reduces gradients in each backward, while a step here "
+            f"has several. Give the bare modules to MultiTaskModel: started by torchrun, the engine reduces "
+            f"gradients once per step."
         )
     if not isinstance(model, MultiTaskModel):
         raise ConfigError(
@@ -178,6 +178,15 @@ def check_sharded(model: MultiTaskModel, **given: Any) -> None:
     for name, value in given.items():
         if value and is_sharded(model):
             raise ConfigError(f"{name} doesn't go with parallel=fsdp; use parallel=ddp, or leave it away.")
+
+
+def check_comm_hook(model: MultiTaskModel, comm_hook: str, ranks: Ranks) -> None:
+    """Refuse what PyTorch's communication hooks can't do on the CPU."""
+    if comm_hook == "bf16" and ranks.size > 1 and model.device.type != "cuda":
+        raise ConfigError(
+            f"comm_hook=bf16 works on CUDA only, and the model is on {model.device}. Use comm_hook=fp16, or "
+            f"none."
+        )
 
 
 def check_synchronised(model: MultiTaskModel, batchnorm: str, ranks: Ranks) -> None:

@@ -20,6 +20,7 @@ from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.bind import bind
 from mtaccum.engine.checks import (
     check_choice,
+    check_comm_hook,
     check_hooks,
     check_model,
     check_nothing_for_step,
@@ -53,12 +54,12 @@ from mtaccum.engine.replay import StateBefore, keeping_frozen
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.stages import STEP, stage
-from mtaccum.engine.together import reduce_after, with_stand_ins
+from mtaccum.engine.together import keeping_none, prepare_nodes, with_stand_ins
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import ConfigError, OptimizerError, listed
 from mtaccum.model.tree import ROOT, MultiTaskModel
 from mtaccum.parallel.ddp import Reducer
-from mtaccum.parallel.fsdp import is_sharded
+from mtaccum.parallel.fsdp import check_modes, is_sharded
 
 
 class Engine:
@@ -174,6 +175,7 @@ class Engine:
         self.ranks = check_parallel(model, parallel)
         self._sharded = is_sharded(model)
         self._reducer = Reducer(self.ranks, comm_hook)
+        check_comm_hook(model, comm_hook, self.ranks)
         self.steps = 0
         self.skips = Skips(on_nonfinite, max_skipped)
         self._build(recompute, compile)
@@ -193,7 +195,7 @@ class Engine:
         )
         self._warned_of_dropped = self._looked_for_unreached = False
         self._checked: tuple[tuple[str, bool], ...] = ()
-        self.ranks.share(model)
+        self.ranks.share(model, *self._parameters())
 
     def _build(self, recompute: Sequence[str], compile: bool | Mapping[str, Any]) -> None:
         """What runs in place of the modules' own forwards."""
@@ -223,9 +225,7 @@ class Engine:
         if self.optimizer is None:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
         self._check_optimizer_again()
-        # the optimizer may hold more than the model, such as learned weights of the losses
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        parameters = list({id(p): p for p in [*self.model.parameters(), *held]}.values())
+        parameters = self._parameters()
         self._warn_of_dropped(drop_gradients(parameters))
         before = StateBefore(self.model)
         try:
@@ -240,7 +240,7 @@ class Engine:
             if self.on_gradients is not None:
                 self.on_gradients(self.model)
                 norm = gradient_norm(parameters)
-                if not all_finite([norm]):
+                if any(self.ranks.largest([float(not all_finite([norm]))])):
                     return self._skip(window, result, parameters, before, BAD_HOOK)
             if self.max_grad_norm is not None:
                 clip(parameters, self.max_grad_norm, norm)
@@ -282,6 +282,8 @@ class Engine:
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)
         self.arrangement.check_coupling(self.model, freezes=self.batchnorm == "freeze")
+        if self._sharded:
+            check_modes(self.model)
         if plan is None:
             plan = self.plan(window)
         else:
@@ -290,7 +292,8 @@ class Engine:
         self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
         log = LossLog(plan, self.model.device)
         backward = self._precision.scaled(self.backward)
-        self._run(window, plan, log, self.schedule, backward, self.arrangement)
+        with keeping_none(self.model, self.ranks) if self._sharded else nullcontext():
+            self._run(window, plan, log, self.schedule, backward, self.arrangement)
         self._recompute.warn_unused(passes_of(self.model, plan), stacklevel=3)
         self._warn_of_unreached(plan)
         return log.result(self.ranks)
@@ -318,7 +321,7 @@ class Engine:
             together = plan.union is not None
             for index, batch in enumerate(with_stand_ins(window, plan, self.ranks) if together else window):
                 if together:
-                    reduce_after(model, plan, index)
+                    prepare_nodes(model, plan, index, each=log.searches)
                 if active := plan.running(index):
                     # moved here and bound to no name: on the device is only the micro-batch that runs
                     moved = to_device(batch, device)
@@ -338,7 +341,7 @@ class Engine:
         """Undo a window in which something was not finite, and find out what."""
         self.skips.add()
         overflow = self._precision.scales and culprit is None and all_finite(list(result.losses.values()))
-        finding = culprit or describe_gradients(parameters)
+        finding = culprit or describe_gradients(parameters, self.ranks)
         drop_gradients(parameters)
         if overflow and not self.skips.exhausted:
             finding = f"the gradients overflowed at a loss scale of {self.scaler.get_scale():g}"
@@ -352,14 +355,22 @@ class Engine:
     def _find_nonfinite(self, window: Sequence[Any], before: StateBefore) -> str | None:
         """Run a window again, task by task, up to the first value that isn't finite."""
         search = Search(self.model)
-        plan = self.plan(window)
+        plan = self.plan(window).agreed(self.ranks, together=self._sharded)
         log = SearchingLog(plan, search, window)
         with before.once_more(), search.watching():
             backward = log.looking(self._precision.scaled(self.backward))
             self._run(window, plan, log, "sequential", backward, self.arrangement.apart())
-        found = enumerate(self.ranks.gather(search.finding))
-        where = "rank {}: " if self.ranks.size > 1 else ""
-        return next((where.format(rank) + finding for rank, finding in found if finding is not None), None)
+        # the gradient of what is spread over the ranks is that of all of them
+        own = self.ranks.size > 1 and not (self._sharded and search.in_gradient)
+        finding = f"rank {self.ranks.rank}: {search.finding}" if own and search.finding else search.finding
+        found = self.ranks.gather((search.backwards, search.in_gradient, finding))
+        return min((f for f in found if f[2]), key=lambda f: f[:2], default=(0, False, None))[2]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those of the model, and what else the optimizer may hold, such as learned weights of the losses."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        held = [parameter for group in groups for parameter in group["params"]]
+        return list({id(parameter): parameter for parameter in [*self.model.parameters(), *held]}.values())
 
     def _check_optimizer_again(self) -> None:
         """Tasks may have been switched on since the last check."""

@@ -18,6 +18,7 @@ from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import NonfiniteError
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.fsdp import local
+from mtaccum.parallel.ranks import ALONE, Ranks
 from mtaccum.structure import describe, tensors_of
 from mtaccum.tasks.base import Loss
 
@@ -89,10 +90,14 @@ class Search:
 
     Attributes:
         finding: what it is and where, in a sentence; None: nothing found.
+        backwards: how many there were before the finding.
+        in_gradient: whether it was found in a gradient, rather than in a loss.
     """
 
     model: MultiTaskModel
     finding: str | None = None
+    backwards: int = 0
+    in_gradient: bool = False
     _outputs: list[tuple[str, str]] = field(default_factory=list)
 
     @contextmanager
@@ -148,6 +153,8 @@ class Search:
             bad = [
                 n for n, p in self.model.named_parameters() if p.grad is not None and not is_finite(p.grad)
             ]
+            self.in_gradient = bool(bad)
+            self.backwards += not bad
             if bad:
                 at = min(bad, key=lambda name: not name.startswith(f"tasks.{task}."))
                 self.finding = (
@@ -160,28 +167,35 @@ class Search:
 class SearchingLog(LossLog):
     """Tells a search of each loss, and of each backward which task's it was."""
 
+    searches = True
+
     def __init__(self, plan: WindowPlan, search: Search, window: Sequence[Any]) -> None:
         super().__init__(plan)
         self._search, self._window = search, window
+        self._of = len(window) if plan.union is None else len(plan.union)
         self._task, self._micro_batch = "", 0
 
     def add(self, task: str, micro_batch: int, loss: Loss, total: Tensor, chunk: int | None = None) -> None:
         super().add(task, micro_batch, loss, total, chunk)
         self._task, self._micro_batch = task, micro_batch
-        self._search.loss(task, micro_batch, len(self._window), self._window[micro_batch], total)
+        self._search.loss(task, micro_batch, self._of, self._window[micro_batch], total)
+
+    def stands_in(self, task: str, micro_batch: int) -> None:
+        self._task, self._micro_batch = task, micro_batch
 
     def looking(self, backward: Backward) -> Backward:
         """``backward``, and then a look at the gradients."""
 
         def run(loss: Tensor) -> None:
             backward(loss)
-            self._search.gradients(self._task, self._micro_batch, len(self._window))
+            self._search.gradients(self._task, self._micro_batch, self._of)
 
         return run
 
 
-def describe_gradients(parameters: Sequence[nn.Parameter]) -> str:
+def describe_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks = ALONE) -> str:
     """What is wrong with the gradients of a step, before they are dropped."""
-    if all(is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None):
+    bad = not all(is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    if not any(ranks.largest([float(bad)])):  # of what is spread each rank sees a part
         return "the gradients are finite, but so large that their norm is not"
     return "a loss or gradient is not finite, but was when the window ran again"

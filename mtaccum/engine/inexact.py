@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import nn
 
 from mtaccum.engine.norms import batch_normalised
 from mtaccum.engine.replay import is_frozen
@@ -40,25 +41,32 @@ class Inexactness:
 
     def _not_additive(self, plan: WindowPlan) -> str | None:
         names = [name for name in plan.counts if not self._model.task(name).additive]
-        if not names or plan.micro_batches <= 1:
+        if not names or (cut := _cut(plan)) is None:
             return None
         return (
-            f"the loss of {', '.join(names)} is not a mean over labels (additive = False): with "
-            f"{plan.micro_batches} micro-batches its gradient is not that of the whole batch. Use one "
-            f"micro-batch for exact gradients."
+            f"the loss of {', '.join(names)} is not a mean over labels (additive = False): with {cut} its "
+            f"gradient is not that of the whole batch. Use one micro-batch, on one rank, for exact gradients."
         )
 
     def _normalised_by_part(self, plan: WindowPlan) -> str | None:
-        nodes = self._model.own_modules() if plan.micro_batches > 1 else ()
+        cut = _cut(plan)
+        nodes = () if cut is None else self._model.own_modules()
         names = [layer for node in nodes for layer in self._batch_normalised(plan, node)]
+        if plan.micro_batches <= 1:  # ranks that synchronise see the whole batch
+            names = [name for name in names if not isinstance(self._layer(name), nn.SyncBatchNorm)]
         if not names:
             return None
         return (
-            f"BatchNorm normalises by what it sees, one of {plan.micro_batches} micro-batches, not by the "
-            f"whole batch: {listed(names)}. Choose batchnorm='freeze' (normalise by the running statistics), "
-            f"layers that don't couple samples (GroupNorm, LayerNorm), or larger micro-batches; or keep it: "
-            f"the gradients are exact for this normalisation."
+            f"BatchNorm normalises by what it sees, one of {cut}, not by the whole batch: {listed(names)}. "
+            f"Choose batchnorm='freeze' (normalise by the running statistics), layers that don't couple "
+            f"samples (GroupNorm, LayerNorm), or larger micro-batches; or keep it: the gradients are exact "
+            f"for this normalisation."
         )
+
+    def _layer(self, name: str) -> nn.Module:
+        """Of a node, by a name that begins with the node's."""
+        node, _, inside = name.partition(".")
+        return self._model.own_modules()[node].get_submodule(inside)
 
     def _frozen_but_normalising(self, plan: WindowPlan) -> str | None:
         frozen = [name for name in self._model.own_modules() if is_frozen(self._model.node(name))]
@@ -93,3 +101,10 @@ class Inexactness:
             f"{listed(half)}. Keep the parameters in float32 and choose precision='bf16', which casts where "
             f"that is safe."
         )
+
+
+def _cut(plan: WindowPlan) -> str | None:
+    """What a batch is cut into; None: nothing."""
+    if plan.ranks > 1:
+        return f"the micro-batches of {plan.ranks} ranks"
+    return f"{plan.micro_batches} micro-batches" if plan.micro_batches > 1 else None

@@ -50,7 +50,7 @@ class Precision:
         self.name = name
         self.scaler = scaler
         self._dtype = PRECISIONS[name]
-        self._unscaled = False
+        self._unscaled = self._has_scaled = False
 
     @property
     def scales(self) -> bool:
@@ -66,16 +66,23 @@ class Precision:
         """``backward`` with the loss scaled first."""
         if not self.scales:
             return backward
-        scaler = self.scaler
 
         def scale_and_run(loss: Tensor) -> None:
-            backward(scaler.scale(loss))
+            backward(self._scale(loss))
 
         return scale_and_run
 
+    def _scale(self, loss: Tensor) -> Tensor:
+        self._has_scaled = True
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Gradients as they would be without scaling; once per step, if there are any."""
-        if self.scales and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+        held = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        if self.scales and (gradient := next(held, None)) is not None:
+            if not self._has_scaled:  # without a batch: a scaler makes its factor when it is first used
+                self._scale(torch.zeros((), device=gradient.device))
             self.scaler.unscale_(optimizer)
             self._unscaled = True
 

@@ -48,6 +48,9 @@ class LossLog:
         device: where the losses are.
     """
 
+    searches = False
+    """Whether gradients are looked at after each backward."""
+
     def __init__(self, plan: WindowPlan, device: torch.device | str = "cpu") -> None:
         self._plan = plan
         self._device = torch.device(device)
@@ -63,6 +66,9 @@ class LossLog:
             for part, value in loss.items():
                 self._add(f"{task}/{part}", sum_of_parts(value), count)
 
+    def stands_in(self, task: str, micro_batch: int) -> None:
+        """Note that a task runs here only since it does on another rank: it has no loss."""
+
     def _add(self, name: str, value: Tensor, count: float) -> None:
         # in double, so that the mean of K equal losses is that loss again
         wide = torch.float32 if value.device.type == "mps" else torch.float64
@@ -75,7 +81,7 @@ class LossLog:
         totals = self._plan.totals
         self._add_others(ranks)
         means = {
-            name: (value / totals[name.split("/")[0]]).to(self._dtypes.get(name, value.dtype))
+            name: (value / totals[name.split("/")[0]]).to(self._dtypes[name])
             for name, value in self._sums.items()
         }
         return StepResult(
@@ -90,10 +96,10 @@ class LossLog:
         """Add the sums of the other ranks, of which some may have run other tasks."""
         if ranks.size == 1:
             return
-        names = sorted({name for names in ranks.gather(list(self._sums)) for name in names})
+        self._dtypes = {name: of for dtypes in ranks.gather(self._dtypes) for name, of in dtypes.items()}
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        sums = ranks.sum_tensor(torch.stack([self._sums.get(name, zero) for name in names] or [zero]))
-        self._sums = dict(zip(names, sums.unbind(), strict=False))
+        if sums := [self._sums.get(name, zero) for name in self._dtypes]:
+            self._sums = dict(zip(self._dtypes, ranks.sum_tensor(torch.stack(sums)).unbind(), strict=True))
 
 
 def sum_of_parts(loss: Loss | float) -> Tensor:

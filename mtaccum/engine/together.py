@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from mtaccum.batch import batch_size_of, take_samples, to_device
 from mtaccum.engine.window import WindowPlan
+from mtaccum.errors import TaskError
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.fsdp import nodes_of
 from mtaccum.parallel.ranks import Ranks
+from mtaccum.parallel.reached import reached_of
 
 _LENT = 2  # samples; BatchNorm refuses a single one
 
@@ -35,10 +38,54 @@ def _lent(batches: Sequence[Any]) -> Any:
     return to_device(take_samples(batches[0], samples), torch.device("cpu"))
 
 
-def reduce_after(model: MultiTaskModel, plan: WindowPlan, micro_batch: int) -> None:
-    """Let the nodes that run for the last time in this micro-batch reduce their gradients, and no others."""
+def prepare_nodes(model: MultiTaskModel, plan: WindowPlan, micro_batch: int, *, each: bool = False) -> None:
+    """Let the nodes that learn for the last time in this micro-batch reduce their gradients, and no others
+    (``each``: all do); and note what losses of this rank come to."""
     assert plan.union is not None
     for name, node in nodes_of(model).items():
-        below = set(model.tasks_below(name))
+        below = {task for task in model.tasks_below(name) if task == name or _sends_back(model, task)}
         last = max((index for index, tasks in enumerate(plan.union) if below & set(tasks)), default=-1)
-        node.set_requires_gradient_sync(micro_batch == last)
+        node.set_requires_gradient_sync(each or micro_batch == last)
+        reached_of(node).counts = bool(below & set(plan.active(micro_batch)))
+
+
+def _sends_back(model: MultiTaskModel, task: str) -> bool:
+    return model.task(task).mode != "detached"
+
+
+def note_nothing(model: MultiTaskModel, task: str) -> None:
+    """Let the zeros that a head's pass in this micro-batch ends with not count as gradients."""
+    if (node := nodes_of(model).get(task)) is not None:
+        reached_of(node).counts = False
+
+
+@contextmanager
+def keeping_none(model: MultiTaskModel, ranks: Ranks) -> Iterator[None]:
+    """Around the passes of a window: parameters of nodes that no rank's losses come to get no gradient.
+
+    Raises:
+        TaskError: passes failed in an earlier window. PyTorch can't go on from within a pass.
+    """
+    nodes = nodes_of(model)
+    if any(reached_of(node).broken for node in nodes.values()):
+        raise TaskError(
+            "an earlier step failed while parameters were gathered from the ranks, and they can't be spread "
+            "again. Start all ranks again, from a checkpoint."
+        )
+    for node in nodes.values():
+        reached_of(node).names.clear()
+    try:
+        yield
+    except BaseException:
+        for node in nodes.values():
+            reached_of(node).broken = True
+        raise
+    parameters = [
+        (parameter, name in reached_of(node).names)
+        for node in nodes.values()
+        for name, parameter in node.named_parameters()
+    ]
+    by_any = ranks.largest([float(reached) for _, reached in parameters])
+    for (parameter, _), reached_by_any in zip(parameters, by_any, strict=True):
+        if not reached_by_any:
+            parameter.grad = None

@@ -141,7 +141,7 @@ class WindowPlan:
         """
         if ranks.size == 1:
             return self
-        tasks = ", ".join(f"{name} (weight {weight:g})" for name, weight in self.weights.items())
+        tasks = ", ".join(f"{name} (weight {weight})" for name, weight in self.weights.items())
         mark = float(zlib.crc32(tasks.encode()))
         largest, smallest = ranks.largest([mark, -mark])
         if largest != -smallest:
@@ -176,7 +176,9 @@ class WindowPlan:
 
     def running(self, micro_batch: int) -> list[str]:
         """The tasks that are run in this micro-batch: those with a label, on any rank if all go together."""
-        return self.active(micro_batch) if self.union is None else list(self.union[micro_batch])
+        if self.union is None:
+            return self.active(micro_batch)
+        return list(self.union[micro_batch]) if micro_batch < len(self.union) else []  # if no task is enabled
 
     def passes(self, tasks: Iterable[str]) -> int:
         """In how many micro-batches at least one of ``tasks`` has a label."""

@@ -26,6 +26,13 @@ COMM_HOOKS = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
 }
+WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+
+
+def wrapper_of(model: Any) -> str | None:
+    """The name of the parallel wrapper that a model, or a part of it, is in; None if there is none."""
+    modules = model.modules() if isinstance(model, nn.Module) else [model]
+    return min({type(module).__name__ for module in modules} & WRAPPERS, default=None)
 
 
 class Reducer:
@@ -55,8 +62,14 @@ class Reducer:
         learning = [p for p in parameters if p.requires_grad and not is_spread(p)]
         if self.ranks.size == 1 or not learning:
             return
+        used = self.ranks.largest([_kind_of(parameter.grad) for parameter in learning])
+        if _SPARSE in used:
+            shape = tuple(learning[used.index(_SPARSE)].shape)
+            raise ConfigError(
+                f"a parameter of shape {shape} has a sparse gradient, which can't be reduced over the "
+                f"ranks in one pass. Use sparse=False in its Embedding."
+            )
         self._prepare(learning)
-        used = self.ranks.largest([float(parameter.grad is not None) for parameter in learning])
         assert self._pass is not None
         with torch.enable_grad():
             self._pass().backward()
@@ -70,17 +83,20 @@ class Reducer:
             reference() is parameter for reference, parameter in zip(self._parameters, learning, strict=True)
         ):
             return
-        sparse = [tuple(p.shape) for p in learning if p.grad is not None and p.grad.is_sparse]
-        if sparse:
-            raise ConfigError(
-                f"a parameter of shape {sparse[0]} has a sparse gradient, which can't be reduced over the "
-                f"ranks in one pass. Use sparse=False in its Embedding."
-            )
         self._parameters = [weakref.ref(parameter) for parameter in learning]
         # gradients become views of the buckets, so that there is one set of them
         self._pass = DistributedDataParallel(_Touching(learning), gradient_as_bucket_view=True)
         if (hook := COMM_HOOKS[self.comm_hook]) is not None:
             self._pass.register_comm_hook(None, hook)
+
+
+_NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
+
+
+def _kind_of(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return _NONE
+    return _SPARSE if gradient.is_sparse else _DENSE
 
 
 class _Touching(nn.Module):
@@ -120,16 +136,16 @@ def reduce_gradients(model: nn.Module) -> None:
         mtaccum.reduce_gradients(net)
         optimizer.step()
 
-    Give the bare model, not one that DistributedDataParallel wraps. On one rank it does nothing.
+    Give the bare model, not one inside DistributedDataParallel, say. On one rank it does nothing.
 
     Raises:
         ConfigError: a wrapped model.
     """
-    if isinstance(model, DistributedDataParallel):
+    if (wrapper := wrapper_of(model)) is not None:
         raise ConfigError(
-            "reduce_gradients takes the bare model: DistributedDataParallel reduces in each backward, of "
-            "which there are several. Don't wrap it."
+            f"reduce_gradients takes the bare model, and this one is wrapped by {wrapper}, which reduces in "
+            f"each backward, of which there are several. Don't wrap it."
         )
-    if model not in _reducers:
+    if model not in _reducers or _reducers[model].ranks is not current_ranks():
         _reducers[model] = Reducer(current_ranks())
     _reducers[model].reduce(list(dict.fromkeys(model.parameters())))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.ranks import Ranks, current_ranks
+from mtaccum.parallel.reached import Reached
 
 _SKELETON = "_without_memory"
 
@@ -49,6 +50,7 @@ def shard(model: MultiTaskModel, ranks: Ranks | None = None) -> None:
                 fully_shard(module, mesh=mesh, reshard_after_forward=True)
             except ValueError as error:
                 raise ConfigError(f"parallel=fsdp can't spread the module of {name!r}: {error}") from error
+            Reached(module)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -77,7 +79,7 @@ def gathered(model: MultiTaskModel) -> MultiTaskModel:
     export as each rank likes. Nothing learned by it reaches the original. To be called on all ranks.
 
     Returns:
-        The model itself if it isn't spread over the ranks; otherwise a copy that shares its buffers.
+        The model itself if it isn't spread over the ranks; otherwise a copy.
     """
     if not is_sharded(model):
         return model
@@ -87,7 +89,7 @@ def gathered(model: MultiTaskModel) -> MultiTaskModel:
     for name, parameter in skeleton.named_parameters():
         memo[id(parameter)] = nn.Parameter(whole(given[name].detach()), requires_grad=False)
     for name, buffer in skeleton.named_buffers():
-        memo[id(buffer)] = given[name]
+        memo[id(buffer)] = given[name].clone()
     copied = copy.deepcopy(skeleton, memo)
     copied.train(model.training)
     for name, task in model.tasks_by_name().items():
@@ -141,6 +143,15 @@ def _check(model: MultiTaskModel) -> None:
                     f"parallel=fsdp can't spread parameters that nodes share, and {other!r} and {name!r} do. "
                     f"Use parallel=ddp."
                 )
+    check_modes(model)
+
+
+def check_modes(model: MultiTaskModel) -> None:
+    """Refuse heads that are frozen while their trunk learns; it may be asked for between steps.
+
+    Raises:
+        ConfigError: names the first one.
+    """
     if frozen := [name for name, task in model.tasks_by_name().items() if task.mode == "frozen"]:
         raise ConfigError(
             f"parallel=fsdp can't freeze a head while its trunk learns, as mode=frozen of {frozen[0]!r} "

@@ -16,9 +16,14 @@ TIMEOUT_S = 300.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def by_torchrun() -> bool:
+    """Whether torchrun started this process, alone or with others."""
+    return all(name in os.environ for name in _VARIABLES)
+
+
 def launched() -> bool:
     """Whether this process is one of several that torchrun started."""
-    return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
+    return by_torchrun() and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def local_device() -> torch.device:

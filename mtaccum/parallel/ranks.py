@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -72,26 +73,27 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def share(self, module: nn.Module) -> None:
-        """Give parameters and buffers the values that rank 0 has."""
+    def share(self, module: nn.Module, *more: Tensor) -> None:
+        """Give parameters and buffers, and further tensors, the values that rank 0 has."""
         if self.size > 1:
             with torch.no_grad():
-                for tensor in (*module.parameters(), *module.buffers()):
+                for tensor in {id(t): t for t in (*module.parameters(), *module.buffers(), *more)}.values():
                     if type(tensor.data) is Tensor:  # what is spread over the ranks was shared before
-                        dist.broadcast(tensor, src=0)
+                        _become(tensor, _of_first(tensor))
 
     def average_buffers(self, module: nn.Module) -> None:
         """Give buffers with a fraction (running statistics) their mean over the ranks, and others the values
-        of rank 0."""
+        of rank 0. What is equal on all ranks stays as it is, to the bit."""
         if self.size == 1:
             return
         with torch.no_grad():
             for buffer in module.buffers():
+                first = _of_first(buffer)
                 if buffer.is_floating_point():
-                    dist.all_reduce(buffer)
-                    buffer.div_(self.size)
-                else:
-                    dist.broadcast(buffer, src=0)
+                    difference = torch.where(buffer == first, 0.0, buffer - first)  # inf too may be equal
+                    dist.all_reduce(difference)
+                    first += difference / self.size
+                _become(buffer, first)
 
     def _reduced(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self.size == 1:
@@ -99,6 +101,18 @@ class Ranks:
         values = torch.tensor(list(numbers), dtype=torch.float64)
         dist.all_reduce(values, op=operation, group=self.host)
         return values.tolist()
+
+
+def _of_first(tensor: Tensor) -> Tensor:
+    """The values that rank 0 has, in memory of their own, without gaps: gloo wants that."""
+    values = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.broadcast(values, src=0)
+    return values
+
+
+def _become(tensor: Tensor, values: Tensor) -> None:
+    if not torch.equal(tensor, values):  # an expanded constant can't be written to
+        tensor.copy_(values)
 
 
 ALONE = Ranks()
@@ -112,9 +126,16 @@ def current_ranks() -> Ranks:
     group = dist.group.WORLD
     if not _found or _found[0][0] is not group:
         # a group of its own, so that these agreements never stand in line behind gradients
-        host = dist.new_group(backend="gloo")
+        host = dist.new_group(backend="gloo", timeout=_timeout_of(group))
         _found[:] = [(group, Ranks(dist.get_rank(), dist.get_world_size(), host))]
     return _found[0][1]
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long a rank waits for the others in a group. A further group would wait half an hour."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    waits = [b.options._timeout for b in backends if hasattr(b, "options")]
+    return max(waits, default=None)
 
 
 def in_step(windows: Iterable[list[T]], ranks: Ranks | None = None) -> Iterator[list[T]]:

@@ -13,7 +13,7 @@ import torch
 from mtaccum.errors import ConfigError, first_line
 
 LAST, BEST = "last.pt", "best.pt"
-VERSION = 2
+VERSION = 3
 
 
 def save_checkpoint(state: dict[str, Any], path: Path) -> None:

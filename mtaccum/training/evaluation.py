@@ -11,7 +11,7 @@ from mtaccum.batch import to_device
 from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.window import WindowPlan
 from mtaccum.model import MultiTaskModel, evaluating
-from mtaccum.parallel import Ranks, current_ranks
+from mtaccum.parallel import Ranks, current_ranks, gathered
 
 Evaluation = dict[str, dict[str, float]]
 
@@ -30,6 +30,7 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None =
         ``Task.metrics``. Empty for a task that had no label at all.
     """
     ranks = current_ranks() if ranks is None else ranks
+    model = gathered(model)
     tasks = {name: model.task(name) for name in model.enabled_tasks()}
     metrics = {
         name: {key: metric.to(model.device) for key, metric in task.metrics().items()}
@@ -39,7 +40,7 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None =
     counts: dict[str, list[float]] = {name: [] for name in tasks}
     if ranks.size == 1:
         for metric in (metric for named in metrics.values() for metric in named.values()):
-            metric.sync_on_compute = False  # this evaluation is this process's own
+            metric.distributed_available_fn = lambda: False  # this evaluation is this process's own
     with evaluating(model):
         for batch in loader:
             plan = WindowPlan.of(tasks, [batch])

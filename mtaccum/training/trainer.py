@@ -63,7 +63,7 @@ class Trainer:
         self.ranks = engine.ranks
         decay = settings.ema_decay
         self.average = None if decay is None else averaged(self.model, decay)
-        self.steps = self.micro_batches = self.samples = self.epoch = self.batches_in_epoch = 0
+        self.steps = self.micro_batches = self.samples = self.epoch = self.samples_in_epoch = 0
         self.best: float | None = None
         self.evaluations_since_best = self.evaluated_steps = 0
         self.peak: PeakReport | None = None
@@ -102,8 +102,7 @@ class Trainer:
                         raise  # between two states, or other ranks are; the last one saved is whole
                     interrupt.requested = True
                 except NonfiniteError:
-                    self.batches_in_epoch -= 1  # the step left everything as it was before it
-                    self._save(LAST)
+                    self._save(LAST)  # the step left everything as it was before it
                     raise
             self._save(LAST)
             if not interrupt.requested:
@@ -153,8 +152,8 @@ class Trainer:
     def _windows(self) -> Iterator[list[Any]]:
         """Windows up to the last step, through as many epochs as that takes."""
         while self.steps < self.settings.total_steps:
-            self.sampler.seek(self.epoch, self.batches_in_epoch)
-            whole_epoch, before = self.batches_in_epoch == 0, (self.steps, self.engine.skips.total)
+            self.sampler.seek(self.epoch, self.samples_in_epoch)
+            whole_epoch, before = self.samples_in_epoch == 0, (self.steps, self.engine.skips.total)
             for window in in_step(windows(loaded(self.loader), self.sampler.accumulate), self.ranks):
                 yield window
                 if self.steps == self.settings.total_steps:
@@ -163,12 +162,12 @@ class Trainer:
                 raise BatchError(
                     f"epoch {self.epoch} had no label of any task: nothing can be learned from it."
                 )
-            self.epoch, self.batches_in_epoch = self.epoch + 1, 0
+            self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def _step(self, window: list[Any]) -> StepResult:
         """One step; the first one with optimizer state, or the only one, is measured."""
         self._stepping = True
-        self.batches_in_epoch += 1
+        samples = self.sampler.samples_from(self.samples_in_epoch)
         assert self.engine.optimizer is not None
         self._lr = self.engine.optimizer.param_groups[0]["lr"]  # the step's own; the scheduler ticks in it
         device = self.model.device
@@ -180,10 +179,11 @@ class Trainer:
             self.peak = replace(peak, timeline=())
         else:
             result = self.engine.step(window)
+        self.samples_in_epoch += samples
         if result.stepped:
             self.steps += 1
             self.micro_batches += result.micro_batches
-            self.samples += self.sampler.samples_in(self.batches_in_epoch - 1)
+            self.samples += samples
             if self.average is not None:
                 self.average.update_parameters(self.model)
         self._stepping = False
@@ -204,7 +204,7 @@ class Trainer:
 
     def _evaluate(self, display: Display) -> Evaluation:
         """Evaluate, log, keep the state if it is the best so far, and draw."""
-        self.ranks.average_buffers(self.model)
+        self._average_buffers()
         model = gathered(self.evaluated_model)
         batches = self._pictures.watch(loaded(self.validation), self.loggers)
         evaluation = evaluate(model, batches, self.ranks)
@@ -247,8 +247,13 @@ class Trainer:
         for logger in self.loggers:
             logger.log(self.steps, scalars)
 
+    def _average_buffers(self) -> None:
+        for model in (self.model, self.average):
+            if model is not None:
+                self.ranks.average_buffers(model)
+
     def _save(self, name: str) -> None:
-        self.ranks.average_buffers(self.model)
+        self._average_buffers()
         state = self.state_dict()
         if self.ranks.first:
             save_checkpoint(state, self.folder / name)
@@ -301,7 +306,7 @@ _PROGRESS = (
     "micro_batches",
     "samples",
     "epoch",
-    "batches_in_epoch",
+    "samples_in_epoch",
     "best",
     "evaluations_since_best",
     "evaluated_steps",

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shell(line: str, folder: Path) -> None:
     words = shlex.split(line)
-    if words[:3] == ["python", "-m", "mtaccum.train"] and "--cfg" not in words:
+    if words[0] in ("python", "torchrun") and "mtaccum.train" in words and "--cfg" not in words:
         resumes = any(word.startswith("resume=") for word in words)
         kept = [word for word in words if not word.startswith("trainer.max_steps=")]
         short = LONGER if resumes else SHORT
@@ -59,6 +59,8 @@ def shell(line: str, folder: Path) -> None:
         words = [sys.executable, "-m", "tensorboard.main", "--inspect", *words[1:]]  # reads, doesn't serve
     if words[0] == "python" and words[1].startswith("benchmarks/"):
         words.append("--help")  # test_benchmarks.py runs them
+    if words[0] == "torchrun":
+        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
     if words[0] == "python":
         words[0] = sys.executable
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -54,11 +54,30 @@ def test_seek_goes_on_where_it_was() -> None:
     sampler = MicroBatchSampler(25, 6, 2, seed=1)
     sampler.seek(epoch=4)
     whole = epoch(sampler)
-    sampler.seek(epoch=4, first_batch=3)
+    sampler.seek(epoch=4, first_sample=3 * 6)
 
     assert epoch(sampler) == whole[3:]
     sampler.seek(epoch=5)
     assert epoch(sampler) != whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 2), (1, 1)])
+def test_other_ranks_go_on_with_the_samples_that_are_left_r1(before: int, after: int) -> None:
+    def on(ranks: int, first_sample: int) -> list[list[list[int]]]:
+        samplers = [MicroBatchSampler(47, 4, 2, seed=1, rank=rank, ranks=ranks) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.seek(2, first_sample)
+        batches = [[sum(window, []) for window in epoch(sampler)] for sampler in samplers]
+        return [
+            [of_rank[step] for of_rank in batches if step < len(of_rank)] for step in range(len(batches[0]))
+        ]
+
+    whole = [sum(step, []) for step in on(before, 0)]
+    first_sample = sum(map(len, whole[:3]))
+    rest = [sum(step, []) for step in on(after, first_sample)]
+
+    assert sum(whole[:3], []) + sum(rest, []) == sum(whole, [])
+    assert {len(step) for step in rest[:-1]} == {4 * after}
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from mtaccum import (
     Regression,
     Task,
     TaskError,
+    reduce_gradients,
     split_batch,
     windows,
 )
@@ -809,12 +810,14 @@ class DeepSpeedEngine(DistributedDataParallel):
     pass
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, DeepSpeedEngine])
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, DeepSpeedEngine, nn.DataParallel])
 def test_foreign_wrappers_are_refused_by_name(wrapper: type[nn.Module]) -> None:
     inside = MultiTaskModel(wrapper(nn.Linear(3, 2)), {"a": Squared(nn.Linear(2, 1))}, inputs="x")
     for model in (wrapper(plain_model()), inside):
         with pytest.raises(ConfigError, match=rf"wrapped by {wrapper.__name__}.*bare modules"):
             Engine(model)
+        with pytest.raises(ConfigError, match=rf"the bare model.*wrapped by {wrapper.__name__}"):
+            reduce_gradients(model)
 
 
 @pytest.mark.parametrize("thing", [nn.Linear(1, 1), lambda x: x, None])

@@ -191,7 +191,7 @@ def test_a_step_that_is_not_finite_ends_with_the_state_before_it_saved(tmp_path:
     assert trainer.steps == 2
     state = load_checkpoint(tmp_path / "last.pt")
     assert state["progress"]["steps"] == 2
-    assert state["progress"]["batches_in_epoch"] == 2, "the batch is still to be trained on"
+    assert state["progress"]["samples_in_epoch"] == 2 * 6, "the batch is still to be trained on"
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(state["model"][name], value)
         assert value.isfinite().all()

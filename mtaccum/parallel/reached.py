@@ -1,0 +1,110 @@
+"""Reached: which parameters of a spread module a backward has come to, so that others keep no gradient.
+
+``fully_shard`` reduces what has a gradient, and goes wrong where that isn't the same on all ranks: a loss may
+use a part of its head only where there are labels for it. So all parameters of a node are given zeros before
+its backward, and afterwards those that no rank's losses have come to lose them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtaccum.structure import map_tensors, tensors_of
+
+_REACHED = "_reached_by_backwards"
+
+
+class Reached:
+    """Looks on while a module that is spread over the ranks runs.
+
+    Attributes:
+        names: of the parameters that a gradient has come to.
+        counts: whether gradients are noted; not those of a pass that only stands in for one of another rank.
+        broken: whether a pass has failed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names: set[str] = set()
+        self.counts, self.broken = True, False
+        self._begun: list[list[bool]] = []  # for each input of the pass that begins: filled by its gradient
+        self._noted: dict[str, Tensor] = {}
+        vars(module)[_REACHED] = self
+        # PyTorch's own hooks gather the parameters between the first two of these, and before the third
+        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(self._gathered, with_kwargs=True)
+        module.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """PyTorch leads the inputs through a function whose backward makes zeros where there is no gradient.
+        Behind a feature that only an idle head reads, layers would take these for gradients of theirs."""
+        self._begun = []
+
+        def wrap(tensor: Tensor) -> Tensor:
+            if not (torch.is_grad_enabled() and tensor.requires_grad):
+                return tensor
+            self._begun.append([])
+            wrapped: Tensor = _IfCame.apply(tensor, self._begun[-1])  # type: ignore[no-untyped-call]
+            return wrapped
+
+        given: tuple[Any, Any] = map_tensors((args, kwargs), wrap, strict=False)
+        return given
+
+    def _gathered(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        inputs = [tensor for tensor in tensors_of((args, kwargs), strict=False) if tensor.requires_grad]
+        for tensor, came in zip(inputs, self._begun, strict=False):
+            tensor.register_hook(_noting(came))  # type: ignore[no-untyped-call]
+        self._begun = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and self._noted.get(name) is not parameter:
+                parameter.register_hook(self._noting(name))  # type: ignore[no-untyped-call]
+                self._noted[name] = parameter
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
+        for tensor in tensors_of(output, strict=False):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: _fill(module))  # type: ignore[no-untyped-call]
+
+    def _noting(self, name: str) -> Any:
+        def note(gradient: Tensor | None) -> None:
+            if self.counts and gradient is not None:
+                self.names.add(name)
+
+        return note
+
+
+def reached_of(module: nn.Module) -> Reached:
+    """What looks on at a module that was spread."""
+    reached: Reached = vars(module)[_REACHED]
+    return reached
+
+
+def _noting(came: list[bool]) -> Any:
+    def note(gradient: Tensor | None) -> None:
+        if gradient is not None:
+            came.append(True)
+
+    return note
+
+
+def _fill(module: nn.Module) -> None:
+    """Give all parameters that have no gradient zeros, where a module's backward begins."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+class _IfCame(torch.autograd.Function):
+    """A tensor, whose gradient is passed on if one has come to what a module made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, came: list[bool]) -> Tensor:
+        ctx.came = came
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return (gradients[0] if ctx.came else None), None

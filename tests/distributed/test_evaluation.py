@@ -1,0 +1,69 @@
+"""Metrics on several ranks are those of one process, wherever the labels are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import plain_batch, plain_model
+from pool import Pool
+from ranked import KINDS, Windows, batch, made, tree
+
+from mtaccum import evaluate
+from mtaccum.parallel import ALONE, current_ranks
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+CASES: dict[str, Windows] = {
+    "equal": [[batch(1), batch(2)], [batch(3), batch(4)]],
+    "unequal": [[batch(1)], [batch(2, samples=1), batch(3), batch(4)], [batch(5), batch(6)]],
+    "no_sample_on_one_rank": [[batch(1)], [], [batch(2)]],
+    "no_sample_on_the_first_rank": [[], [batch(2), batch(3)]],
+    "no_label_of_some_tasks_on_one_rank": [
+        [batch(1, without=["seg", "cls", "pair"])],
+        [batch(2), batch(3, without=["five"])],
+        [batch(4, without=["last", "cls"])],
+    ],
+    "no_label_of_some_tasks_anywhere": [
+        [batch(1, without=["seg", "pair"])],
+        [batch(2, without=["seg", "pair"])],
+    ],
+}
+
+
+def metrics(kind: str, batches: Windows) -> Any:
+    model = made(tree, kind)
+    trained = model.training, model.trunk.norm.training  # type: ignore[union-attr]
+    found = evaluate(model, batches[current_ranks().rank])
+    assert trained == (model.training, model.trunk.norm.training)  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@kinds
+def test_metrics_are_those_of_one_process(pool: Pool, kind: str, case: str) -> None:
+    batches = CASES[case]
+
+    found = pool.run(metrics, kind, batches, ranks=len(batches))
+
+    one = evaluate(tree(), [batch for of_rank in batches for batch in of_rank])
+    assert {"loss", "accuracy"} <= one["cls"].keys()
+    assert ("miou" in one["seg"]) is (case != "no_label_of_some_tasks_anywhere")
+    for evaluation in found:
+        assert evaluation == found[0]
+        assert evaluation.keys() == one.keys()
+        for task, expected in one.items():
+            # torchmetrics adds up in single precision
+            assert evaluation[task] == pytest.approx(expected, rel=1e-6), task
+            if "loss" in expected:
+                assert evaluation[task]["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+
+
+def by_itself() -> Any:
+    rank = current_ranks().rank
+    return evaluate(plain_model(), [plain_batch(3, seed=rank)] * (rank + 1), ALONE)
+
+
+def test_a_rank_may_evaluate_by_itself(pool: Pool) -> None:
+    for rank, evaluation in enumerate(pool.run(by_itself, ranks=3)):
+        assert evaluation == evaluate(plain_model(), [plain_batch(3, seed=rank)] * (rank + 1))
