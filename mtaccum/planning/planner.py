@@ -159,7 +159,11 @@ class _Planner:
         shown = [
             plan
             for plan in known
-            if plan is recommended or plan.how == baseline or not any(_beats(p, plan) for p in known)
+            if plan is recommended
+            or plan.how == baseline
+            or not any(
+                _beats(p, plan) or (p is recommended and _measures(p) == _measures(plan)) for p in known
+            )
         ]
         return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
 
@@ -341,10 +345,13 @@ class _Facts:
                 yield group
 
 
+def _measures(plan: Plan) -> tuple[float, ...]:
+    """What plans are compared by; less is better."""
+    how = plan.how
+    return plan.peak_bytes, round(plan.flops_over_summed, 3), plan.exactness, how.accumulate, how.offload
+
+
 def _beats(other: Plan, plan: Plan) -> bool:
     """Whether another plan is at least as good in all, and better in something."""
-    mine, its = (
-        (p.peak_bytes, round(p.flops_over_summed, 3), p.exactness, p.how.accumulate, p.how.offload)
-        for p in (plan, other)
-    )
+    its, mine = _measures(other), _measures(plan)
     return its != mine and all(i <= m for i, m in zip(its, mine, strict=True))

@@ -110,7 +110,7 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
             at = len(chain) - 1
             chain.forward[at].rise(growing, fixed)
             chain.flops[at] += self.flops - before
-            chain.draws |= torch.Tag.nondeterministic_seeded in func.tags
+            chain.draws |= _draws(func, args, kwargs)
             self._note_storages(chain, at, func, args, kwargs, result)
             self._bytes_after_forward[node] = self.current_bytes
         elif phase and node in self.chains:
@@ -166,6 +166,15 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
                 ref.note = Made(at, ref.nbytes)
                 chain.made.append(ref.note)
                 chain.moved_bytes[at] += ref.nbytes
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an op draws random numbers; attention and dropout with a probability of 0 draw none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return {**defaults, **given}.get("dropout_p") != 0.0
 
 
 def _written(func: Any, args: Any) -> Iterator[Tensor]:
