@@ -312,10 +312,12 @@ class _Facts:
         ]
         self._not_additive = [name for name in self._tasks if not model.task(name).additive]
         self._drawing = [node for node, chain in chains.items() if chain.draws]
+        self._changing = [node for node, chain in chains.items() if chain.changes]
         self.chunkable = frozenset(
             name
             for name in self._tasks
-            if name not in self._not_additive and (freezes or not batch_normalised(modules[name]))
+            if name not in (*self._not_additive, *self._changing)
+            and (freezes or not batch_normalised(modules[name]))
         )
         self.quiet = self.chunkable - set(self._drawing)
 
@@ -325,6 +327,8 @@ class _Facts:
             return INEXACT, f"BatchNorm normalises by the micro-batch ({listed(self._coupled, 3)})"
         if micro_batches > 1 and self._not_additive:
             return INEXACT, f"the loss of {listed(self._not_additive)} is no mean over labels"
+        if micro_batches > 1 and self._changing:
+            return INEXACT, f"each micro-batch changes a state in {listed(self._changing)} (spectral norm?)"
         drawing = [n for n in self._drawing if n in chunked or micro_batches > 1]
         if drawing:
             return IN_DISTRIBUTION, f"other random numbers (dropout) in {listed(drawing)}"

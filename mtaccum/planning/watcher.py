@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtaccum.engine.stages import FORWARD
-from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, TEMPORARIES, storages_of
+from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, PARAMETERS, TEMPORARIES, storages_of
 from mtaccum.memory.predict import FakeTraining, How, Prediction, Tracker
 from mtaccum.planning.profile import Chain, Made, find_candidates
 
@@ -156,10 +156,13 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
         for storage in storages_of((args, kwargs)):
             if (made := self._note(storage)) is not None:
                 made.uses.append(at)
-        for tensor in _written(func, args):
+        for tensor in _written(func, args, kwargs):
             for storage in storages_of(tensor):
-                if (made := self._note(storage)) is not None:
-                    chain.writes.append((made, at))
+                ref = self._ledger.refs.get(storage._cdata)
+                if ref is not None and ref.note is not None:
+                    chain.writes.append((ref.note, at))
+                elif ref is not None and ref.kind == PARAMETERS:
+                    chain.changes |= tensor.is_floating_point()
         for storage in storages_of(result):
             ref = self._ledger.refs.get(storage._cdata)
             if ref is not None and ref.note is None and ref.kind == TEMPORARIES:
@@ -177,11 +180,12 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return {**defaults, **given}.get("dropout_p") != 0.0
 
 
-def _written(func: Any, args: Any) -> Iterator[Tensor]:
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The arguments that an op writes into."""
     if func._schema.is_mutable:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            alias = argument.alias_info
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            alias, value = argument.alias_info, given.get(argument.name)
             if alias is not None and alias.is_write and isinstance(value, Tensor):
                 yield value
 
