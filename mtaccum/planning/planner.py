@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +37,25 @@ _OTHER_ON_CUDA = {
 }
 
 Heads = frozenset[str]
+
+
+class _Promise(NamedTuple):
+    """A plan that the search has found, before it is predicted.
+
+    Attributes:
+        order: less is to be looked at earlier.
+        needed_bytes: what the search thinks that it needs.
+        available: what it was given.
+        tries: how often it has been looked for.
+        micro_batches, heads: as of ``_Planner._forest``.
+    """
+
+    order: tuple[float, ...]
+    needed_bytes: float
+    available: float
+    tries: int
+    micro_batches: int
+    heads: Heads
 
 
 def find_plan(
@@ -92,8 +112,8 @@ def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] =
     """A report on the plans for a training, whether or not any fits."""
     started = time.monotonic()
     planner = _Planner(training, budget.tensor_bytes)
-    smallest = planner.smallest()
     recommended = planner.recommend()
+    smallest = planner.smallest()
     front = planner.front(recommended)
     schedules, notes = planner.schedules(), [*planner.notes(), *notes]
     elapsed_s = time.monotonic() - started
@@ -143,7 +163,8 @@ class _Planner:
                     break
             if found == 2:
                 break
-        self._best(1, self._facts.quiet, Branch.least)
+        for heads in (self._facts.quiet, frozenset[str]()):
+            self._best(1, heads, Branch.least)
         return min(self._known(), key=lambda plan: (plan.peak_bytes, plan.rank))
 
     def front(self, recommended: Plan | None) -> list[Plan]:
@@ -184,24 +205,37 @@ class _Planner:
 
     def _search(self, exactness: int) -> None:
         """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
-        found: list[tuple[float, int, Heads]] = []
-        for micro_batches in self._micro_batches():
-            for heads in {frozenset[str](), self._facts.quiet, self._facts.chunkable}:
-                if self._facts.exactness(micro_batches, heads)[0] == exactness:
-                    choice = self._forest(micro_batches, heads).best(self.budget_bytes)
-                    if choice is not None:
-                        found.append((choice.cost, micro_batches, heads))
-        for _, micro_batches, heads in sorted(found, key=lambda entry: (*entry[:2], len(entry[2]))):
-            available: float = self.budget_bytes
-            for _ in range(_CORRECTIONS):
-                plan = self._best(micro_batches, heads, partial(Branch.best, available_bytes=available))
-                if plan is None or self._fits(plan):
-                    break
-                available -= 1.1 * (plan.peak_bytes - self.budget_bytes)
+        ways = [
+            (micro_batches, heads)
+            for micro_batches in self._micro_batches()
+            for heads in {frozenset[str](), self._facts.quiet, self._facts.chunkable}
+            if self._facts.exactness(micro_batches, heads)[0] == exactness
+        ]
+        promised: list[_Promise] = []
+        for micro_batches, heads in ways:
+            self._promise(promised, micro_batches, heads, self.budget_bytes)
+        while promised:
+            way = heappop(promised)
+            plan = self._best(
+                way.micro_batches, way.heads, partial(Branch.best, available_bytes=way.available)
+            )
             if plan is not None and self._fits(plan):
                 break
+            if plan is not None and way.tries < _CORRECTIONS:
+                # less than it promised, by more than what it was wrong by
+                available = way.needed_bytes - 1.1 * (plan.peak_bytes - self.budget_bytes)
+                self._promise(promised, way.micro_batches, way.heads, available, way.tries + 1)
         if exactness == EXACT and self.training.device_type == "cuda":
             self._add(How("split", offload=True))
+
+    def _promise(
+        self, promised: list[_Promise], micro_batches: int, heads: Heads, available: float, tries: int = 1
+    ) -> None:
+        """What the search finds for so many bytes, put in its place among the others, the cheapest first."""
+        choice = self._forest(micro_batches, heads).best(available)
+        if choice is not None:
+            order = choice.cost, micro_batches, len(heads)
+            heappush(promised, _Promise(order, choice.needed_bytes, available, tries, micro_batches, heads))
 
     def _with_groups(self, plan: Plan) -> Plan:
         """The plan with small heads that share a backward, where that fits too."""
