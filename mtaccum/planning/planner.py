@@ -29,7 +29,8 @@ from mtaccum.planning.watcher import profile_of
 _CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
 _SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
 _WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
-_ON_THE_FRONT = (0.7, 0.4, 0.1)  # where between the least and the most memory the front is shown
+_TRUSTED = 1.1  # what the search promises is this right, at least
+_ON_THE_FRONT = (0.6, 0.2)  # where between the least and the most memory the front is shown
 
 _OTHER_ON_CUDA = {
     "dropout": ("dropout", "bernoulli"),
@@ -112,8 +113,9 @@ def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] =
     """A report on the plans for a training, whether or not any fits."""
     started = time.monotonic()
     planner = _Planner(training, budget.tensor_bytes)
+    planner.smallest()  # one of those to recommend
     recommended = planner.recommend()
-    smallest = planner.smallest()
+    smallest = planner.smallest()  # of all that is known by now
     front = planner.front(recommended)
     schedules, notes = planner.schedules(), [*planner.notes(), *notes]
     elapsed_s = time.monotonic() - started
@@ -155,13 +157,16 @@ class _Planner:
     def smallest(self) -> Plan:
         """The plan with the least memory that can be reached, whatever it costs: the better of the two that
         the search promises most of and that can be run."""
-        found = 0
+        found: list[int] = []
         for micro_batches in (*reversed(self._micro_batches()[-3:]), 1):
             for heads in (self._facts.chunkable, frozenset[str]()):
-                if self._best(micro_batches, heads, Branch.least) is not None:
-                    found += 1
+                promised = self._forest(micro_batches, heads).least().needed_bytes
+                if found and promised > _TRUSTED * min(found):
+                    break  # the search is never that wrong
+                if (plan := self._best(micro_batches, heads, Branch.least)) is not None:
+                    found.append(plan.peak_bytes)
                     break
-            if found == 2:
+            if len(found) == 2:
                 break
         for heads in (self._facts.quiet, frozenset[str]()):
             self._best(1, heads, Branch.least)
