@@ -2,7 +2,8 @@
 
 Memory is measured in a fresh process for each model and schedule; on the CPU it is live tensor bytes, the
 same on any machine. Time is measured apart, without the tracker, with the schedules taking turns in one
-process per model. See README.md beside this file.
+process per model. A second table is of the engine's steps, with parts of the trunk recomputed and in K
+micro-batches. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -30,6 +32,14 @@ from common import (
     markdown_table,
     ratio_of,
     write_results,
+)
+from engine_steps import (
+    STEP_METHOD,
+    WAYS,
+    add_ratios,
+    measure_step_memory,
+    measure_step_times,
+    step_table,
 )
 from torch import Tensor, nn
 
@@ -106,12 +116,12 @@ def measure_times(runs: list[tuple[str, str]], device: str, quick: bool) -> dict
     return interleaved_times(steps, (QUICK_ROUNDS if quick else ROUNDS)[name], device, warmups=0)
 
 
-def in_process(kind: str, runs: list[tuple[str, str]], options: argparse.Namespace) -> Any:
-    """Run ``measure_memory`` or ``measure_times`` in a new process, and return what it prints as JSON."""
+def in_process(kind: str, runs: Sequence[Any], options: argparse.Namespace) -> Any:
+    """Run what a hidden option stands for in a new process, and return what it prints as JSON."""
     hidden = [f"--{kind}", json.dumps(runs)]
     command = [sys.executable, __file__, *hidden, "--device", options.device]
     variables = dict(os.environ)
-    if kind == "memory" and options.device == "cpu":
+    if kind.endswith("memory") and options.device == "cpu":
         variables["OMP_NUM_THREADS"] = "1"  # two of them at a time; tensor bytes don't depend on threads
     command += ["--quick"] if options.quick else []
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, text=True, check=False)
@@ -143,6 +153,15 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_all_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each way of running the engine's step."""
+    print("steps with parts of the trunk recomputed, and in micro-batches ...", flush=True)
+    listed = [list(WAYS)] if options.quick else [[name] for name in WAYS]
+    rows = [row for names in listed for row in in_process("step-memory", names, options)]
+    add_ratios(rows, in_process("step-times", list(WAYS), options))
+    return rows
+
+
 def table_of(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table; MiB and ratios."""
     head = ("model", "schedule", "activation peak, MiB", "over summed", "total peak, MiB", "time over summed")
@@ -164,7 +183,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options; ``--memory`` and ``--times`` are for the processes that this one starts."""
+    """The options; those without help are for the processes that this one starts."""
     parser = argparse.ArgumentParser(description="Peak memory and time of the schedules.")
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument(
@@ -172,32 +191,42 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     folder = Path(__file__).parent / "results"
     parser.add_argument("--output", type=Path, default=folder, help="folder for tables, numbers and picture")
-    parser.add_argument("--memory", help=argparse.SUPPRESS)
-    parser.add_argument("--times", help=argparse.SUPPRESS)
+    for hidden in ("--memory", "--times", "--step-memory", "--step-times"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def measured_here(options: argparse.Namespace) -> Any:
+    """What a process measures that was started for it; None if it is the user's."""
+    device, quick = options.device, options.quick
+    if options.memory:
+        return measure_memory(json.loads(options.memory), device, quick)
+    if options.times:
+        return measure_times(json.loads(options.times), device, quick)
+    if options.step_memory:
+        return [measure_step_memory(name, device, quick) for name in json.loads(options.step_memory)]
+    return measure_step_times(device, quick) if options.step_times else None
 
 
 def main() -> None:
     """The command."""
     options = parse(sys.argv[1:])
     device = check_device(options.device)
-    if options.memory:
-        print(json.dumps(measure_memory(json.loads(options.memory), device, options.quick)))
-        return
-    if options.times:
-        print(json.dumps(measure_times(json.loads(options.times), device, options.quick)))
+    if (measured := measured_here(options)) is not None:
+        print(json.dumps(measured))
         return
     started = time.monotonic()
-    rows = measure_all(options)
+    rows, step_rows = measure_all(options), measure_all_steps(options)
     facts = environment(
         device, [*(["--device", device] if device != "cpu" else []), *["--quick"] * options.quick]
     )
     apart = "Several models in one" if options.quick else "Each peak in a"
     method = f"Method: {rows[0]['method']}, tracked in a step of their own. {apart} fresh process. {METHOD}"
-    table = table_of(rows)
-    print(f"\n{table}\n\n{method}\n{environment_line(facts)}")
-    text = f"# Peak memory\n\n{table}\n\n{method}\n\n{environment_line(facts)}"
+    tables = f"{table_of(rows)}\n\n{step_table(step_rows)}"
+    print(f"\n{tables}\n\n{method}\n{STEP_METHOD}\n{environment_line(facts)}")
+    text = f"# Peak memory\n\n{tables}\n\n{method}\n\n{STEP_METHOD}\n\n{environment_line(facts)}"
     results = {"environment": facts, "method": method, "elapsed_s": time.monotonic() - started, "rows": rows}
+    results |= {"step_method": STEP_METHOD, "step_rows": step_rows}
     write_results(options.output, "peak_memory", text, results)
     try:
         from plot import plot_peaks
@@ -205,7 +234,7 @@ def main() -> None:
         print("no picture: it needs matplotlib, pip install 'mtaccum[plot]'")
     else:
         picture = options.output / "peak_memory.png"
-        plot_peaks(rows, picture)
+        plot_peaks(rows, step_rows, picture)
         print(f"written: {picture}")
 
 

@@ -22,15 +22,29 @@ _BASIC = ("summed", "sequential", "split")
 _GREY = "#555555"
 
 
-def plot_peaks(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Activation peak over the number of heads, and of the two other models as bars, as a PNG.
+Rows = Sequence[Mapping[str, Any]]
+
+
+def plot_peaks(rows: Rows, step_rows: Rows, path: Path) -> None:
+    """Above: activation peak over the number of heads, and of the two other models as bars. Below: memory and
+    time of steps against K, and with parts of the trunk recomputed. As a PNG.
 
     Args:
-        rows: as ``peak_memory.py`` measures them.
+        rows, step_rows: as ``peak_memory.py`` measures them.
     """
     with mpl.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(13.5, 4.8), layout="constrained")
-        lines, digits, independent = figure.subplots(1, 3, width_ratios=[2.0, 1.05, 1.8])
+        figure = Figure(figsize=(13.5, 9.2), layout="constrained")
+        above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
+        lines, digits, independent = above.subplots(1, 3, width_ratios=[2.0, 1.05, 1.8])
+        memory, time, parts = below.subplots(1, 3, width_ratios=[1.3, 1.3, 2.2])
+        kept = [row for row in step_rows if not row["recompute"]]
+        _plot_against_k(memory, kept, [row["activation_bytes"] / MIB for row in kept], "{:.1f}")
+        memory.set(ylabel="activations at the peak, MiB")
+        memory.set_title("8 dense heads by split:\nthe batch in K micro-batches", fontsize=11)
+        _plot_against_k(time, kept, [row["time_over_one"]["median"] for row in kept], "{:.2f}")
+        time.set(ylabel="time of a step over K=1")
+        time.set_title("The time of these steps", fontsize=11)
+        _plot_bars(parts, _parts(step_rows), "The same, with parts of the trunk recomputed (MiB)")
         _plot_heads(lines, rows)
         shipped = {schedule: _mib(rows, "digits", schedule) for schedule in _BASIC}
         _plot_bars(digits, shipped, "Shipped tasks: seg, cls,\nnumber, depth (32x32 scenes)")
@@ -39,7 +53,7 @@ def plot_peaks(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             f"{which}\nalone": _mib(rows, f"independent-{which}", "split") for which in ("larger", "smaller")
         }
         _plot_bars(independent, pair, "Two independent models,\ntogether and alone")
-        figure.suptitle(
+        above.suptitle(
             f"Activation memory at the peak of one step ({rows[0]['method']}; parameters and gradients not "
             f"included)",
             fontsize=12.5,
@@ -47,12 +61,34 @@ def plot_peaks(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def _mib(rows: Sequence[Mapping[str, Any]], case: str, schedule: str) -> float:
+def _mib(rows: Rows, case: str, schedule: str) -> float:
     found = [row for row in rows if row["case"] == case and row["schedule"] == schedule]
     return float(found[0]["activation_bytes"]) / MIB
 
 
-def _plot_heads(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+def _plot_against_k(axes: Axes, rows: Rows, values: Sequence[float], form: str) -> None:
+    """Values over the number of micro-batches, each with its number."""
+    numbers = [row["accumulate"] for row in rows]
+    places = range(len(numbers))
+    axes.plot(places, values, color=_COLORS["split"], marker="o", markersize=5, linewidth=2, clip_on=False)
+    for place, value in zip(places, values, strict=True):
+        axes.annotate(form.format(value), (place, value), xytext=(4, 6), textcoords="offset points")
+    axes.set(xlim=(-0.2, len(numbers) - 0.6), ylim=(0, max(values) * 1.2))
+    axes.set(xlabel="K, micro-batches of a batch")
+    axes.set_xticks(places, [str(number) for number in numbers])
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _parts(step_rows: Rows) -> dict[str, float]:
+    """Activations in MiB by what is recomputed, in one micro-batch, with the time below the name."""
+    bars = {}
+    for row in (row for row in step_rows if row["accumulate"] == 1):
+        name = ",\n".join(row["recompute"]) or "nothing"
+        bars[f"{name}\n(time {row['time_over_one']['median']:.2f})"] = row["activation_bytes"] / MIB
+    return bars
+
+
+def _plot_heads(axes: Axes, rows: Rows) -> None:
     heads = sorted({int(row["case"].split("-")[1]) for row in rows if row["case"].startswith("dense-")})
     last: dict[str, float] = {}
     for schedule, color in _COLORS.items():

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from cases import Case, dense_case
 from common import (
+    MIB,
     check_device,
     environment,
     environment_line,
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from mtaccum import Classification, Engine, MultiTaskModel, split_backward
+from mtaccum.memory import measure_step
 
 METHOD = (
     "Whole steps unless said otherwise: forward, backward, gradient norm, SGD with momentum, gradients "
@@ -42,10 +44,11 @@ LINEAR_HEADS, LINEAR_WIDTH, LINEAR_CLASSES = 8, 1024, 10
 LINEAR_BATCH, SMALL_LINEAR_BATCH = 256, 16
 ENGINE_HEADS = 3
 DENSE, LINEAR = "8 dense heads: split over summed", "8 linear heads: split over summed"
+GROUPED = "8 linear heads, grouped: split over summed"
 PASSES = "8 linear heads, batch 16, no optimizer: split over summed"
 NORM = "3 dense heads: Engine.step over the same by hand, norm logged"
 NO_NORM = "3 dense heads: Engine.step over the same by hand, no norm"
-REACH = {DENSE: 1.05, NORM: 1.05}
+REACH = {DENSE: 1.05, NORM: 1.05, GROUPED: 1.05}
 Steps = dict[str, Callable[[], object]]
 
 
@@ -64,10 +67,18 @@ def linear_case(device: str, batch_size: int) -> Case:
     return Case(MultiTaskModel(trunk, tasks, inputs="image").to(device), batch)
 
 
-def schedule_steps(case: Case) -> Steps:
-    """``Engine.step`` by split and by summed, on one model and optimizer."""
-    optimizer = optimizer_of(case)
-    engines = {name: Engine(case.model, optimizer, schedule=name) for name in ("split", "summed")}
+def engines_of(case: Case) -> dict[str, Engine]:
+    """Split, split with all heads as one group, and summed, on one model and optimizer."""
+    model, optimizer = case.model, optimizer_of(case)
+    return {
+        "split": Engine(model, optimizer),
+        "grouped": Engine(model, optimizer, groups=[list(model.tasks)]),
+        "summed": Engine(model, optimizer, schedule="summed"),
+    }
+
+
+def steps_of(engines: Mapping[str, Engine], case: Case) -> Steps:
+    """``Engine.step`` of each."""
     return {name: partial(engine.step, [case.batch]) for name, engine in engines.items()}
 
 
@@ -133,13 +144,18 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     small = {"width": 32, "pixels": 64, "batch_size": 2}
     # some 50 ms on two cores: the shorter a step, the more the engine's own work shows
     middle = small if options.quick else {"width": 64, "pixels": 64, "batch_size": 8}
-    steps = schedule_steps(dense_case(8, device, **(small if options.quick else {})))
+    case = dense_case(8, device, **(small if options.quick else {}))
+    steps = steps_of(engines_of(case), case)
+    del steps["grouped"]  # heads of this size are better not grouped
     rows = compare(steps, pairs, device, {DENSE: ("split", "summed")})
     steps = engine_steps(dense_case(ENGINE_HEADS, device, **middle))
     by_hand = {NORM: ("engine", "by hand"), NO_NORM: ("engine", "by hand, no norm")}
     rows += compare(steps, many, device, by_hand)
-    steps = schedule_steps(linear_case(device, LINEAR_BATCH))
-    rows += compare(steps, many, device, {LINEAR: ("split", "summed")})
+    case = linear_case(device, LINEAR_BATCH)
+    engines = engines_of(case)
+    over_summed = {LINEAR: ("split", "summed"), GROUPED: ("grouped", "summed")}
+    rows += compare(steps_of(engines, case), many, device, over_summed)
+    add_peaks(rows[-1], engines["grouped"], engines["summed"], case)
     steps = pass_steps(linear_case(device, SMALL_LINEAR_BATCH))
     return rows + compare(steps, many, device, {PASSES: ("split", "summed")})
 
@@ -160,6 +176,23 @@ def compare(
         }
         for what, (step, baseline) in ratios.items()
     ]
+
+
+def add_peaks(row: dict[str, Any], engine: Engine, baseline: Engine, case: Case) -> None:
+    """Peak memory of a step of each side of a ratio, in bytes."""
+    row["peak_bytes"], row["baseline_peak_bytes"] = (
+        measure_step(side, [case.batch])[1].peak_bytes for side in (engine, baseline)
+    )
+
+
+def peaks_of(rows: list[dict[str, Any]]) -> str:
+    """The peaks that were measured, in a line each."""
+    return "\n".join(
+        f"Peak memory of a step, {row['what']}: {row['peak_bytes'] / MIB:.2f} MiB over "
+        f"{row['baseline_peak_bytes'] / MIB:.2f} MiB."
+        for row in rows
+        if "peak_bytes" in row
+    )
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
@@ -203,7 +236,7 @@ def main() -> None:
         parser.error(f"--pairs must be at least 1, got {options.pairs}.")
     started = time.monotonic()
     rows = measure_all(options)
-    facts, table = environment(options.device, arguments), table_of(rows)
+    facts, table = environment(options.device, arguments), f"{table_of(rows)}\n\n{peaks_of(rows)}"
     print(f"\n{table}\n\n{METHOD}\n{environment_line(facts)}")
     text = f"# Step time\n\n{table}\n\n{METHOD}\n\n{environment_line(facts)}"
     results = {"environment": facts, "method": METHOD, "elapsed_s": time.monotonic() - started, "rows": rows}

@@ -25,9 +25,10 @@ def verify_exactness(config: RunConfig) -> ExactnessReport:
     Raises:
         ConfigError: whatever a user can get wrong in a config.
     """
+    options = config.engine.model_copy(update={"offload": False})  # which a CPU refuses
     # no logger, which might write; on the device of the check
-    trainer = prepare(config.model_copy(update={"loggers": [], "device": config.verify.device})).trainer
-    options = config.engine
+    changes = {"loggers": [], "device": config.verify.device, "engine": options}
+    trainer = prepare(config.model_copy(update=changes)).trainer
     window, cut = _window(config, trainer.model, trainer.sampler, trainer.loader.dataset)
     report = check_exactness(
         trainer.model,
@@ -35,6 +36,8 @@ def verify_exactness(config: RunConfig) -> ExactnessReport:
         schedule=options.schedule,
         recompute=options.recompute,
         batchnorm=options.batchnorm,
+        groups=options.groups,
+        chunks=options.chunks,
         optimizer=trainer.engine.optimizer,
         device=config.verify.device,
     )
@@ -90,4 +93,7 @@ def _not_compared(config: RunConfig) -> list[Finding]:
     if config.engine.compile:
         message = "the modules were compared as they are, not compiled."
         notes.append(Finding("compile", "engine.compile", message, fault=False))
+    if config.engine.offload:
+        message = "what is kept for the backward was compared without being moved to the host's memory."
+        notes.append(Finding("offload", "engine.offload", message, fault=False))
     return notes

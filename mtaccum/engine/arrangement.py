@@ -20,7 +20,8 @@ class Arrangement:
         groups: tasks on one node that run forward together and share a backward. Each backward costs some
             time whatever it computes, so small heads are faster so; in memory a group is one head.
         chunks: for a task into how many parts its head and loss take each micro-batch; a part's graph is
-            freed before the next one runs.
+            freed before the next one runs. Random numbers are drawn part by part, so others than for the
+            whole.
         joined: whether the heads of a group do share a backward; otherwise they are neighbours only.
     """
 

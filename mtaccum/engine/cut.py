@@ -63,7 +63,7 @@ class Cut:
         self.features, self._crossings = None, []
         if ways:
             # not through a caller's backward(loss): gradients at a cut are scaled already
-            torch.autograd.backward(ways)
+            torch.autograd.backward(ways, [torch.empty_like(way) for way in ways])
 
 
 def _way_back(original: Tensor, leaf: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def _way_back(original: Tensor, leaf: Tensor) -> Tensor:
 
 
 class _Crossing(torch.autograd.Function):
-    """From a detached tensor back to its original: a tensor without content, whose backward hands the
+    """From a detached tensor back to its original: a tensor of no bytes, whose backward hands the
     gradient that the detached one has collected to the graph that made the original.
 
     PyTorch could take graph edges and gradients as they are, but holds what it is given until the end of the
@@ -84,7 +84,7 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, original: Tensor, leaf: list[Tensor]) -> Tensor:
         ctx.leaf = leaf
-        return original.new_zeros((), dtype=torch.float32)
+        return original.new_empty(0, dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, None]:

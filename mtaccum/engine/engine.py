@@ -92,7 +92,8 @@ class Engine:
         compile: run each node (of one with recomputed parts: these) by ``torch.compile``; a dict is its
             options.
         groups: lists of tasks on one node whose heads share a backward: small ones are faster so.
-        chunks: for a task into how many parts its head and loss take each micro-batch (``split`` only).
+        chunks: for a task into how many parts its head and loss take each micro-batch (``split`` only). Each
+            tensor of its features is cut along the first dimension; what is no tensor goes into all parts.
         offload: keep saved activations in pinned host memory until the backward (CUDA only).
         parallel: ``ddp``: gradients of a step are averaged over the ranks of PyTorch's process group, once,
             and all weights start as those of rank 0; ``fsdp``: the model was spread over the ranks by

@@ -209,6 +209,20 @@ class RandomState:
 
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
 
+    def is_current(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState()
+        (_, keys, *rest), (_, keys_now, *rest_now) = self._numpy, now._numpy
+        tensors, tensors_now = (
+            [state._torch, *state._cuda, *([] if state._mps is None else [state._mps])]
+            for state in (self, now)
+        )
+        return (
+            all(map(torch.equal, tensors, tensors_now))
+            and np.array_equal(keys, keys_now)
+            and (rest, self._python) == (rest_now, now._python)
+        )
+
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         np.random.set_state(self._numpy)

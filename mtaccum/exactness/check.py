@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ def check_exactness(
     schedule: str = "split",
     recompute: Sequence[str] = (),
     batchnorm: str = "keep",
+    groups: Sequence[Sequence[str]] = (),
+    chunks: Mapping[str, int] | None = None,
     optimizer: Optimizer | None = None,
     samples: int | None = None,
     device: str | torch.device = "cpu",
@@ -42,7 +44,7 @@ def check_exactness(
     Args:
         model: as for ``Engine``.
         window: a list of micro-batches of real data, with labels for every task if possible.
-        schedule, recompute, batchnorm: as for ``Engine``.
+        schedule, recompute, batchnorm, groups, chunks: as for ``Engine``.
         optimizer: whether it holds every trainable parameter is checked too; None: not checked.
         samples: how many to take of the window, the first ones of each micro-batch; None: all.
         device: where to run.
@@ -58,9 +60,11 @@ def check_exactness(
     taken, findings = _take(window, samples)
     random = RandomState()
     try:
-        subject = Subject(model, taken, torch.device(device), schedule, tuple(recompute), batchnorm, random)
+        subject = Subject(
+            model, taken, torch.device(device), schedule, tuple(recompute), batchnorm, random, groups, chunks
+        )
         with quiet():  # arguments that aren't valid are errors of the caller's
-            subject.engine(subject.twin())
+            subject.arrangement = subject.engine(subject.twin()).arrangement
         findings += _held(model, optimizer)
         comparison = Comparison()
         if not subject.reached:

@@ -27,8 +27,8 @@ class Comparison:
 def compare_gradients(subject: Subject) -> Comparison:
     """Run the schedule and the reference from the same state, and compare."""
     result = Comparison()
-    twin, batches = subject.twin(), subject.batches()
-    alive = Alive(twin, batches)
+    twin, batches = subject.comparable_twin(), subject.batches()
+    alive = Alive(twin, batches, subject.arrangement)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -44,10 +44,10 @@ def compare_gradients(subject: Subject) -> Comparison:
         if text.startswith("recompute:") or "is frozen" in text:
             result.findings.append(Finding("warning", "engine", text, fault=False))
     own: Gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    twin = subject.twin()
+    twin = subject.comparable_twin()
     try:
         with subject.running(twin), torch.enable_grad():
-            reference = joint_gradients(twin, subject.batches(), subject.plan)
+            reference = joint_gradients(twin, subject.batches(), subject.plan, subject.arrangement)
     except (TaskError, RuntimeError) as error:  # its one backward can fail where a schedule's don't
         text = f"there is no reference to compare with: {error}"
         result.findings.append(Finding("failure", "joint backward", text))

@@ -6,7 +6,7 @@ Each looks at a copy of the model, and names modules as they are called from the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtaccum.engine.arrangement import Arrangement
+from mtaccum.engine.replay import RandomState
 from mtaccum.model import MultiTaskModel
 from mtaccum.structure import map_tensors, tensors_of
 
@@ -209,16 +211,55 @@ class DynamicShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class Draws:
+    """Finds heads that draw random numbers.
+
+    Attributes:
+        found: their tasks' names.
+    """
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self._before = RandomState()
+
+    @contextmanager
+    def watching(self, model: MultiTaskModel, names: Iterable[str]) -> Iterator[None]:
+        """Look at the forwards of these tasks that run inside."""
+        hooks: list[Any] = []
+        for name in names:
+            task = model.task(name)
+            hooks.append(task.register_forward_pre_hook(self._remember))
+            hooks.append(task.register_forward_hook(self._looking_at(name)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _remember(self, _task: nn.Module, _given: Any) -> None:
+        self._before = RandomState()
+
+    def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_task: nn.Module, _given: Any, _output: Any) -> None:
+            if not self._before.is_current():
+                self.found.add(name)
+
+        return look
+
+
 class Alive:
     """Counts what is kept for a backward while each node's forward runs, besides parameters and batches.
 
+    Args:
+        arrangement: the heads of a group keep their graphs for each other.
+
     Attributes:
-        seen: for each node the most other heads' graphs that were alive in its forward, and the most
-            bytes that all graphs kept.
+        seen: for each node the most graphs of heads outside its group that were alive in its forward, and
+            the most bytes that all graphs kept.
     """
 
-    def __init__(self, model: MultiTaskModel, window: Sequence[Any]) -> None:
-        self._model = model
+    def __init__(self, model: MultiTaskModel, window: Sequence[Any], arrangement: Arrangement) -> None:
+        self._model, self._arrangement = model, arrangement
         self._node = ""
         self._given = {
             tensor.untyped_storage().data_ptr()
@@ -253,7 +294,8 @@ class Alive:
             self._node = name
             alive = [kept for reference in self._kept if (kept := reference()) is not None]
             self._kept = [weakref.ref(kept) for kept in alive]
-            heads = {kept.node for kept in alive if kept.node in self._model.tasks} - {name}
+            group = self._arrangement.group_of(name)
+            heads = {kept.node for kept in alive if kept.node in self._model.tasks}.difference(group)
             storages = {k.tensor.untyped_storage().data_ptr(): k.tensor.untyped_storage() for k in alive}
             kept_bytes = sum(storage.nbytes() for storage in storages.values())
             most_heads, most_bytes = self.seen.get(name, (0, 0))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.replay import frozen, is_frozen
 from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.window import WindowPlan
@@ -16,16 +17,22 @@ from mtaccum.model import ROOT, MultiTaskModel
 from mtaccum.structure import detach
 
 Gradients = dict[str, Tensor | None]
+_EACH_HEAD = Arrangement()
 
 
-def joint_gradients(model: MultiTaskModel, window: Sequence[Any], plan: WindowPlan) -> Gradients:
+def joint_gradients(
+    model: MultiTaskModel, window: Sequence[Any], plan: WindowPlan, arrangement: Arrangement = _EACH_HEAD
+) -> Gradients:
     """Gradients by parameter of the sum over tasks of weight * (sum of label losses) / (their number).
 
     Leaves ``.grad`` None.
+
+    Args:
+        arrangement: in whose order the heads run, and so draw random numbers.
     """
     sums: dict[str, Tensor] = {}
     for index, batch in enumerate(window):
-        for name, loss in losses(model, batch, plan.active(index)):
+        for name, loss in losses(model, batch, arrangement.in_order(plan.active(index))):
             weighted = loss * plan.counts[name][index]
             sums[name] = sums[name] + weighted if name in sums else weighted
     total = [plan.weights[name] * value / plan.totals[name] for name, value in sums.items()]

@@ -35,8 +35,8 @@ class ExactnessReport:
         samples: of each micro-batch, as compared.
         differences: for each node ||gradient - reference|| / ||reference|| over all its parameters.
         bounds: what each difference may be.
-        alive: while a node's forward ran, how many other heads' graphs were alive, and the bytes that all
-            graphs kept for their backwards.
+        alive: while a node's forward ran, how many other heads' graphs were alive (those of its group
+            aside), and the bytes that all graphs kept for their backwards.
         findings: faults first.
     """
 

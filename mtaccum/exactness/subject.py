@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,12 +13,14 @@ import torch
 
 from mtaccum.batch import batch_size_of
 from mtaccum.engine import Engine, WindowPlan
+from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.norms import normalising, passes_of
 from mtaccum.engine.replay import RandomState
 from mtaccum.exactness.doubles import copies_of, copy_of
 from mtaccum.model import MultiTaskModel
 
 DOUBLE_BOUND, SINGLE_BOUND = 1e-12, 1e-5
+_EACH_HEAD = Arrangement()
 
 
 @dataclass
@@ -27,6 +29,9 @@ class Subject:
 
     Attributes:
         random: the state that each run starts from.
+        groups, chunks: as they were asked for.
+        arrangement: what the engine made of them.
+        drawing: the tasks in chunks whose heads draw random numbers.
         double: whether copies are in double precision.
         bound: what a gradient may differ by, relative to its node's norm.
     """
@@ -38,6 +43,10 @@ class Subject:
     recompute: tuple[str, ...]
     batchnorm: str
     random: RandomState
+    groups: Sequence[Sequence[str]] = ()
+    chunks: Mapping[str, int] | None = None
+    arrangement: Arrangement = _EACH_HEAD
+    drawing: frozenset[str] = frozenset()
     double: bool = True
     bound: float = DOUBLE_BOUND
 
@@ -82,13 +91,27 @@ class Subject:
         self.random.restore()
         return copy_of(self.model, self.device, double=self.double)
 
+    def comparable_twin(self) -> MultiTaskModel:
+        """A copy on which a schedule and the joint backward draw the same random numbers."""
+        twin = self.twin()
+        for name in self.drawing:
+            twin.task(name).eval()
+        return twin
+
     def batches(self) -> list[Any]:
         """Fresh copies of the micro-batches."""
         return copies_of(self.window, self.device, double=self.double)
 
     def engine(self, twin: MultiTaskModel) -> Engine:
         """An engine as it was asked for."""
-        return Engine(twin, schedule=self.schedule, recompute=self.recompute, batchnorm=self.batchnorm)
+        return Engine(
+            twin,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            batchnorm=self.batchnorm,
+            groups=self.groups,
+            chunks=self.chunks,
+        )
 
     @contextmanager
     def running(self, twin: MultiTaskModel) -> Iterator[None]:

@@ -11,7 +11,15 @@ from mtaccum.batch import batch_size_of
 from mtaccum.engine.norms import batch_normalised
 from mtaccum.engine.replay import StateBefore
 from mtaccum.errors import TaskError, first_line, listed
-from mtaccum.exactness.probes import CoupledSamples, DynamicShapes, Recorder, module_names, same, watching
+from mtaccum.exactness.probes import (
+    CoupledSamples,
+    Draws,
+    DynamicShapes,
+    Recorder,
+    module_names,
+    same,
+    watching,
+)
 from mtaccum.exactness.reference import losses
 from mtaccum.exactness.report import Finding
 from mtaccum.exactness.subject import SINGLE_BOUND, Subject
@@ -26,7 +34,7 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
         What was found, and whether the forwards run at all.
     """
     twin, batches = subject.twin(), subject.batches()
-    recorder, shapes = Recorder(), DynamicShapes()
+    recorder, shapes, draws = Recorder(), DynamicShapes(), Draws()
 
     def forwards() -> list[Tensor]:
         return [
@@ -45,7 +53,8 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
             with shapes, watching(twin, seen, shapes.entered):
                 first = forwards()
             recorder.again()
-            with before.once_more(), watching(twin, recorder.seen):
+            chunked = draws.watching(twin, subject.arrangement.chunks)
+            with before.once_more(), watching(twin, recorder.seen), chunked:
                 second = forwards()
     except (TaskError, RuntimeError, TypeError) as error:
         where = shapes.innermost or "model"
@@ -64,6 +73,13 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
         found.append(_different((recorder.different or [str(recorder.missed)])[0]))
     elif not same(first, second):
         found.append(_different("a loss"))
+    subject.drawing = frozenset(draws.found)
+    for name in sorted(draws.found):
+        text = (
+            "its head draws random numbers: in chunks it draws others than for the whole micro-batch, as "
+            "with another seed. It was compared in evaluation mode."
+        )
+        found.append(Finding("randomness", name, text, fault=False))
     for name, operation in shapes.found.items():
         text = f"{operation} depends on values, so its memory can't be predicted, only measured."
         found.append(Finding("memory", name or "a loss", text, fault=False))
@@ -105,6 +121,15 @@ def coupled_samples(subject: Subject) -> list[Finding]:
             text = f"not looked for: {first_line(error)}"
             found.append(Finding("coupled samples", "model", text, fault=False))
     names = list(dict.fromkeys([*probe.found, *names]))
+    chunked = [name for name in names if name.split(".")[0] in subject.arrangement.chunks]
+    if chunked:
+        text = (
+            "the output of one sample depends on the others in its micro-batch, and the head takes that in "
+            "chunks, so the gradient is not that of the whole. Leave the task out of chunks, or use a layer "
+            "that doesn't couple samples (GroupNorm, LayerNorm)."
+        )
+        found.append(Finding("coupled samples", listed(chunked), text))
+        names = [name for name in names if name not in chunked]
     if not names:
         return found
     several = subject.micro_batches > 1

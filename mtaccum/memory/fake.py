@@ -7,7 +7,8 @@ are replaced afterwards, since some constructors read values, which fake tensors
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,67 +16,100 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from mtaccum.structure import map_tensors
+from mtaccum.engine.replay import RandomState
+from mtaccum.errors import PredictionError
+from mtaccum.structure import map_tensors, tensors_of
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def build_empty(build: Callable[[], M]) -> M:
     """What ``build`` returns, on the device ``meta``; or for real where its code can't do without values."""
-    random = torch.get_rng_state()
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with undrawn(), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # initialisations of tensors without values
             return build()
     except Exception:
-        torch.set_rng_state(random)
-        return build()
+        with undrawn():
+            return build()
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Whatever random numbers are drawn inside, afterwards it is as if none were."""
+    random = RandomState()
+    try:
+        yield
     finally:
-        torch.set_rng_state(random)
+        random.restore()
 
 
-def as_fake(tensor: Tensor) -> Tensor:
-    """A tensor like this one, on the CPU; to be called inside of a FakeTensorMode."""
-    if tensor.layout != torch.strided:
-        raise NotImplementedError(f"a tensor of layout {tensor.layout} can't be predicted")
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+class Faking:
+    """Makes fake tensors on the CPU like given ones, inside of a FakeTensorMode. What shares memory does so
+    again, and views of something larger keep all of it.
+
+    Raises:
+        PredictionError: (when called) a sparse tensor.
+    """
+
+    def __init__(self) -> None:
+        # with the real one, whose address must stay taken
+        self._made: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            raise PredictionError(
+                f"the memory of a tensor of layout {tensor.layout} can't be predicted. Measure it: "
+                f"mtaccum.memory.measure_step."
+            )
+        real = tensor.untyped_storage()
+        if real._cdata not in self._made:
+            made = torch.empty(real.nbytes(), dtype=torch.uint8).untyped_storage()
+            self._made[real._cdata] = real, made
+        fake = torch.empty(0, dtype=tensor.dtype)
+        _, storage = self._made[real._cdata]
+        fake.set_(storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return fake.requires_grad_(tensor.requires_grad)
 
 
 def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace all tensors of a model by fake ones on the CPU; what was shared is shared again."""
+    """Replace all tensors of a model by fake ones on the CPU, also those in lists and dicts that its modules
+    have; what was shared is shared again."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
+    faking = Faking()
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            made[id(tensor)] = (tensor, as_fake(tensor))
+            new = faking(tensor)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            made[id(tensor)] = tensor, new
         return made[id(tensor)][1]
 
-    parameters: dict[int, tuple[Tensor, nn.Parameter]] = {}
     with mode:
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in parameters:
-                        new = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
-                        parameters[id(parameter)] = (parameter, new)
-                    module._parameters[name] = parameters[id(parameter)][1]
-            for places in (module._buffers, vars(module)):
+            for places in (module._parameters, module._buffers, vars(module)):
                 for name, value in places.items():
-                    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                        places[name] = fake(value)
+                    if name not in _OWN and tensors_of(value, strict=False):
+                        places[name] = map_tensors(value, fake, strict=False)
+
+
+_OWN = frozenset(vars(nn.Module()))  # where a module keeps its children and hooks
 
 
 def fake_nest(nest: Any, mode: FakeTensorMode) -> Any:
     """A batch, or any nest of tensors, of the same shapes."""
     with mode:
-        return map_tensors(nest, as_fake, strict=False)
+        return map_tensors(nest, Faking(), strict=False)
 
 
-def make_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """The state that an optimizer has after its first step, by a step with gradients of no values."""
-    learning = [parameter for parameter in parameters if parameter.requires_grad]
+def make_state(optimizer: Optimizer, learning: Iterable[nn.Parameter]) -> None:
+    """The state that an optimizer has after its first step, by a step with gradients of no values; those that
+    are there already stay what they are."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in learning:
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for parameter in learning:
+    for parameter in held:
         parameter.grad = None

@@ -22,9 +22,9 @@ from torch.optim import AdamW, Optimizer
 from mtaccum.batch import batch_size_of, split_batch
 from mtaccum.engine import Engine, WindowPlan
 from mtaccum.errors import MtaccumError, PredictionError, listed
-from mtaccum.memory.fake import as_fake, build_empty, fake_nest, make_fake, make_state
+from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state, undrawn
 from mtaccum.memory.flops import flops_of
-from mtaccum.memory.ledger import OPTIMIZER
+from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.memory.watching import state_tensors, watching
 from mtaccum.model import MultiTaskModel, evaluating
@@ -93,8 +93,7 @@ class FakeTraining:
 
     Args:
         build_model: returns the model; called on the device ``meta``.
-        batch: a real batch of one step: its labels are counted; of all else the shapes are used. Or a list
-            of the micro-batches, if ``cut`` is given.
+        batch: a real batch of one step: its labels are counted; of all else the shapes are used.
         build_optimizer: makes the optimizer of a model; AdamW if none is given.
         device: ``cpu``; or ``cuda``, for an estimate: optimizers work on lists of tensors there, and only the
             micro-batch that runs lies on the device.
@@ -102,7 +101,9 @@ class FakeTraining:
         copies: further copies of the model that live beside it, such as averaged weights.
 
     Raises:
-        PredictionError: recurrent layers, whose kernels' memory isn't known, or a model that can't be built.
+        PredictionError: recurrent layers, whose kernels' memory isn't known, sparse gradients, or a step that
+            depends on values.
+        MtaccumError: whatever ``Engine`` or its ``step`` raises.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class FakeTraining:
         copies: int = 0,
     ) -> None:
         self.batch = batch
+        self.precision = precision
         self.device_type = torch.device(device).type
         self.batchnorm = "keep" if batchnorm == "sync" else batchnorm
         self._options: dict[str, Any] = {
@@ -129,18 +131,29 @@ class FakeTraining:
         self._build_model = build_model
         self._counting: MultiTaskModel | None = None
         self._counted: dict[object, WindowPlan] = {}
-        # what hides in lists, say, is converted where it is met
+        # what hides outside of modules is converted where it is met
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model = build_empty(build_model)
-        _refuse_recurrent(self.model)
-        make_fake(self.model, self.mode)
-        with self.mode, explained(self.model):
-            self.optimizer = (build_optimizer or adamw)(self.model)
+        build_optimizer = build_optimizer or adamw
+        try:
+            self._take(build_empty(build_model), build_optimizer, copies)
+        except MtaccumError as error:
+            if "meta" not in str(error):
+                raise
+            with undrawn():  # what hides was made on that device
+                self._take(build_model(), build_optimizer, copies)
+
+    def _take(self, model: MultiTaskModel, build_optimizer: BuildOptimizer, copies: int) -> None:
+        """Make a model fake, with its optimizer and copies."""
+        self.model = model
+        _refuse_unpredictable(model)
+        make_fake(model, self.mode)
+        with self.mode, explained(model):
+            self.optimizer = build_optimizer(model)
             if self.device_type == "cuda":
                 _as_on_cuda(self.optimizer)
-            make_state(self.optimizer, [p for g in self.optimizer.param_groups for p in g["params"]])
-            held = [*self.model.parameters(), *self.model.buffers()]
+            held = [*model.parameters(), *model.buffers()]
             self.copies = [torch.empty_like(tensor) for _ in range(copies) for tensor in held]
+        self._learn_once()
 
     def predict(
         self,
@@ -151,7 +164,7 @@ class FakeTraining:
     ) -> Prediction:
         """The memory of one step, once the optimizer has its state.
 
-        Of many micro-batches two of each kind are run, alike in size and in which tasks have labels; the
+        Of many micro-batches three of each kind are run, alike in size and in which tasks have labels; the
         others would repeat these.
 
         Raises:
@@ -171,7 +184,7 @@ class FakeTraining:
         sizes = [batch_size_of(micro_batch) for micro_batch in real]
         plan, chosen = _shortened(self._counts(engine, real), sizes)
         flops_share = sum(sizes[index] for index in chosen) / max(1, sum(sizes))
-        with self.mode, warnings.catch_warnings(), explained(self.model):
+        with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")  # they are for whoever runs it
             batch = fake_nest(self.batch, self.mode)
             window = [split_batch(batch, how.accumulate)[index] for index in chosen]
@@ -182,6 +195,7 @@ class FakeTraining:
             ]
             tracker = make_tracker(alive, timeline=timeline)
             tracker.label(state_tensors(self.optimizer), OPTIMIZER)
+            tracker.label(self.copies, PARAMETERS)
             tracker.reset_peak()
             start = tracker.current_bytes
             offloading = _offloading() if how.offload else nullcontext()
@@ -198,7 +212,22 @@ class FakeTraining:
 
     def _alone(self, micro_batch: Any) -> Any:
         """A micro-batch with storages of its own, as a device has it."""
-        return map_tensors(micro_batch, as_fake, strict=False)
+        return map_tensors(micro_batch, torch.empty_like, strict=False)
+
+    def _learn_once(self) -> None:
+        """The state that the optimizer has once all tasks have had labels."""
+        engine = Engine(self.model, self.optimizer, **self._options)
+        plan = self._counts(engine, [self.batch])
+        with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
+            warnings.simplefilter("ignore")
+            engine.accumulate([fake_nest(self.batch, self.mode)], plan)
+            learning = {id(p): p for p in self.model.parameters() if p.grad is not None}
+            for name, total in plan.totals.items():
+                if total == 0 and self.model.task(name).mode != "frozen":
+                    for node in self.model.paths[name]:
+                        learning |= {id(p): p for p in self.model.node(node).parameters() if p.requires_grad}
+        with self.mode, explained(self.model, f"the step of {type(self.optimizer).__name__}"):
+            make_state(self.optimizer, learning.values())
 
     def _counts(self, engine: Engine, window: Sequence[Any]) -> WindowPlan:
         """The labels, counted by the tasks; by those of a real model where they need its tensors."""
@@ -207,7 +236,8 @@ class FakeTraining:
             try:
                 self._counted[key] = engine.plan(window)
             except (MtaccumError, RuntimeError, AssertionError, TypeError):
-                self._counting = self._build_model()
+                with undrawn():
+                    self._counting = self._build_model()
         if key not in self._counted:
             assert self._counting is not None
             tasks = self._counting.tasks_by_name()
@@ -218,7 +248,7 @@ class FakeTraining:
 def predict_evaluation(training: FakeTraining, samples: int) -> int:
     """Bytes at the peak of an evaluation of so many samples at once, in proportion to those of the batch."""
     model = training.model
-    with training.mode, explained(model), evaluating(model):
+    with undrawn(), training.mode, explained(model), evaluating(model):
         batch = fake_nest(training.batch, training.mode)
         held: list[Tensor | nn.Module] = [model, *training.copies, *state_tensors(training.optimizer)]
         tracker = Tracker([*held, *tensors_of(batch, strict=False)])
@@ -229,17 +259,21 @@ def predict_evaluation(training: FakeTraining, samples: int) -> int:
 
 
 def _shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, list[int]]:
-    """The micro-batches that tell of all, two of each kind, and the plan of these."""
+    """The micro-batches that tell of all, three of each kind, and the plan of these: the second finds the
+    gradients of the first one, and the last those of all."""
     kinds = [(size, tuple(plan.active(index))) for index, size in enumerate(sizes)]
-    chosen = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
+    chosen = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2 or kind not in kinds[i + 1 :]]
     counts = {name: tuple(numbers[i] for i in chosen) for name, numbers in plan.counts.items()}
     parts = {name: tuple(lists[i] for i in chosen) for name, lists in plan.parts.items()}
     return WindowPlan(counts, plan.weights, parts), chosen
 
 
 @contextmanager
-def explained(model: nn.Module) -> Iterator[None]:
+def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
     """Say which module needs what fake tensors don't have.
+
+    Args:
+        what_runs: named where no module has begun.
 
     Raises:
         PredictionError: in place of PyTorch's own errors.
@@ -256,36 +290,44 @@ def explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         if (what := _needs_values(error)) is None:
             raise
-        where = f"after {entered[-1]} began" if entered and entered[-1] else "in the step"
+        where = f"after {entered[-1]} began" if entered and entered[-1] else f"in {what_runs}"
         raise PredictionError(
-            f"the memory of this model can't be predicted, since it depends on values: {what} ({where}). "
-            f"Measure it: mtaccum.memory.measure_step."
+            f"the memory of this model can't be predicted, since it can't run without values: {what} "
+            f"({where}). Measure it: mtaccum.memory.measure_step."
         ) from error
     finally:
         hook.remove()
 
 
+_NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
 def _needs_values(error: BaseException | None) -> str | None:
     """The op that needed values, if that is the cause of an error."""
     while error is not None:
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        if isinstance(error, _NEEDS_VALUES):
             return f"{error.func}"
-        if isinstance(error, UnsupportedOperatorException):
-            return f"{error.func}, which PyTorch can't run without values"
         text = str(error)
-        if "FakeTensor" in text or "fake tensor" in text or "Fake mode" in text:
+        if any(word in text for word in ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses")):
             return text.splitlines()[0][:200]
         error = error.__cause__
     return None
 
 
-def _refuse_recurrent(model: nn.Module) -> None:
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
-    if names:
-        raise PredictionError(
-            f"the memory of recurrent layers can't be predicted, since their kernels keep what isn't seen: "
-            f"{listed(names)}. Measure it: mtaccum.memory.measure_step."
-        )
+def _refuse_unpredictable(model: nn.Module) -> None:
+    recurrent = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
+    sparse = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+    ]
+    for what, why, names in (
+        ("recurrent layers", "their kernels keep what isn't seen", recurrent),
+        ("sparse gradients", "it depends on values", sparse),
+    ):
+        if names:
+            raise PredictionError(
+                f"the memory of {what} can't be predicted, since {why}: {listed(names)}. Measure it: "
+                f"mtaccum.memory.measure_step."
+            )
 
 
 def _as_on_cuda(optimizer: Optimizer) -> None:

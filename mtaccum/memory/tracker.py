@@ -26,6 +26,7 @@ Existing = Iterable[Tensor | nn.Module]
 # is new, though it is the op's input.
 _LIFT = torch.ops.aten.lift_fresh.default
 _COPY = torch.ops.aten._to_copy.default
+_DEVICE = torch.ops.prim.device.default  # no operation: how PyTorch asks a fake tensor where it is
 
 
 class Moment(NamedTuple):
@@ -153,6 +154,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:
+            return func(*args)
         # The storage objects are held across the op, not just their addresses: where the op frees
         # an input's storage, a new one at the same address would otherwise pass for an input.
         kwargs = kwargs or {}
@@ -164,7 +167,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         foreign = {s._cdata for s in inputs if not ledger.refresh(s) and func is not _LIFT}
         outputs = [s for s in storages_of(result, self._device_type) if s._cdata not in foreign]
         if outputs:
-            kind = self._kind_of_new(func)
+            kind = self._kind_of_new(func, inputs)
             for storage in outputs:
                 ledger.count(storage, kind)
         # Between ops bytes can only go down, so this is the only place that can set a peak.
@@ -178,11 +181,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Called after each op, for subclasses."""
 
-    def _kind_of_new(self, func: Any) -> int:
+    def _kind_of_new(self, func: Any, inputs: list[torch.UntypedStorage]) -> int:
         # graph mode within a backward: a recomputed part runs again, and keeps what it makes for a while
         if torch._C._current_graph_task_id() != -1:
             return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARIES
-        if func is _COPY and not self.stage:
+        if func is _COPY and not inputs and not self.stage:
             return INPUTS  # a micro-batch on its way to the device
         return TEMPORARIES
 

@@ -63,7 +63,8 @@ class _Labels:
 
     def saved(self, tensor: Tensor) -> Tensor:
         self._live.label(tensor, ACTIVATIONS)
-        return tensor
+        # an operation's own result comes with its graph, which would then keep itself alive
+        return tensor.detach()
 
     def label_state(self) -> None:
         if self._optimizer is not None:

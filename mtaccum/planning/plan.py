@@ -41,9 +41,11 @@ class Plan:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Less is better: exactness, then FLOPs, then micro-batches and backwards, then memory."""
+        """Less is better: exactness, then FLOPs, then micro-batches, then pieces that run by themselves, then
+        memory."""
         how = self.how
         pieces = sum(number for _, number in how.chunks) - sum(len(group) - 1 for group in how.groups)
+        pieces += len(how.recompute)
         return (
             self.exactness,
             how.offload,
@@ -73,7 +75,8 @@ class Plan:
         if how.groups:
             words.append(f"engine.groups=[{','.join(map(_listed, how.groups))}]")
         if how.chunks:
-            chunks = ",".join(f"{_quoted(name)}:{number}" for name, number in how.chunks)
+            # Hydra's grammar has no quotes for keys
+            chunks = ",".join(f"{name}:{number}" for name, number in how.chunks)
             words.append(f"engine.chunks={{{chunks}}}")
         if how.offload:
             words.append("engine.offload=true")
@@ -216,7 +219,14 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _quoted(name: str) -> str:
     """A name as Hydra's grammar takes it literally."""
-    return name if re.fullmatch(r"[A-Za-z_][\w.]*", name) else f'"{name}"'
+    plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) and name.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    )
+    return name if plain else f'"{name}"'
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +29,8 @@ from mtaccum.planning.watcher import profile_of
 _CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
 _SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
 _WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
-_ON_THE_FRONT = (0.7, 0.4, 0.1)  # where between the least and the most memory the front is shown
+_TRUSTED = 1.1  # what the search promises is this right, at least
+_ON_THE_FRONT = (0.6, 0.2)  # where between the least and the most memory the front is shown
 
 _OTHER_ON_CUDA = {
     "dropout": ("dropout", "bernoulli"),
@@ -36,6 +38,25 @@ _OTHER_ON_CUDA = {
 }
 
 Heads = frozenset[str]
+
+
+class _Promise(NamedTuple):
+    """A plan that the search has found, before it is predicted.
+
+    Attributes:
+        order: less is to be looked at earlier.
+        needed_bytes: what the search thinks that it needs.
+        available: what it was given.
+        tries: how often it has been looked for.
+        micro_batches, heads: as of ``_Planner._forest``.
+    """
+
+    order: tuple[float, ...]
+    needed_bytes: float
+    available: float
+    tries: int
+    micro_batches: int
+    heads: Heads
 
 
 def find_plan(
@@ -92,8 +113,9 @@ def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] =
     """A report on the plans for a training, whether or not any fits."""
     started = time.monotonic()
     planner = _Planner(training, budget.tensor_bytes)
-    smallest = planner.smallest()
+    planner.smallest()  # one of those to recommend
     recommended = planner.recommend()
+    smallest = planner.smallest()  # of all that is known by now
     front = planner.front(recommended)
     schedules, notes = planner.schedules(), [*planner.notes(), *notes]
     elapsed_s = time.monotonic() - started
@@ -135,15 +157,19 @@ class _Planner:
     def smallest(self) -> Plan:
         """The plan with the least memory that can be reached, whatever it costs: the better of the two that
         the search promises most of and that can be run."""
-        found = 0
+        found: list[int] = []
         for micro_batches in (*reversed(self._micro_batches()[-3:]), 1):
             for heads in (self._facts.chunkable, frozenset[str]()):
-                if self._best(micro_batches, heads, Branch.least) is not None:
-                    found += 1
+                promised = self._forest(micro_batches, heads).least().needed_bytes
+                if found and promised > _TRUSTED * min(found):
+                    break  # the search is never that wrong
+                if (plan := self._best(micro_batches, heads, Branch.least)) is not None:
+                    found.append(plan.peak_bytes)
                     break
-            if found == 2:
+            if len(found) == 2:
                 break
-        self._best(1, self._facts.quiet, Branch.least)
+        for heads in (self._facts.quiet, frozenset[str]()):
+            self._best(1, heads, Branch.least)
         return min(self._known(), key=lambda plan: (plan.peak_bytes, plan.rank))
 
     def front(self, recommended: Plan | None) -> list[Plan]:
@@ -159,7 +185,11 @@ class _Planner:
         shown = [
             plan
             for plan in known
-            if plan is recommended or plan.how == baseline or not any(_beats(p, plan) for p in known)
+            if plan is recommended
+            or plan.how == baseline
+            or not any(
+                _beats(p, plan) or (p is recommended and _measures(p) == _measures(plan)) for p in known
+            )
         ]
         return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
 
@@ -180,24 +210,37 @@ class _Planner:
 
     def _search(self, exactness: int) -> None:
         """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
-        found: list[tuple[float, int, Heads]] = []
-        for micro_batches in self._micro_batches():
-            for heads in {frozenset[str](), self._facts.quiet, self._facts.chunkable}:
-                if self._facts.exactness(micro_batches, heads)[0] == exactness:
-                    choice = self._forest(micro_batches, heads).best(self.budget_bytes)
-                    if choice is not None:
-                        found.append((choice.cost, micro_batches, heads))
-        for _, micro_batches, heads in sorted(found, key=lambda entry: (*entry[:2], len(entry[2]))):
-            available: float = self.budget_bytes
-            for _ in range(_CORRECTIONS):
-                plan = self._best(micro_batches, heads, partial(Branch.best, available_bytes=available))
-                if plan is None or self._fits(plan):
-                    break
-                available -= 1.1 * (plan.peak_bytes - self.budget_bytes)
+        ways = [
+            (micro_batches, heads)
+            for micro_batches in self._micro_batches()
+            for heads in {frozenset[str](), self._facts.quiet, self._facts.chunkable}
+            if self._facts.exactness(micro_batches, heads)[0] == exactness
+        ]
+        promised: list[_Promise] = []
+        for micro_batches, heads in ways:
+            self._promise(promised, micro_batches, heads, self.budget_bytes)
+        while promised:
+            way = heappop(promised)
+            plan = self._best(
+                way.micro_batches, way.heads, partial(Branch.best, available_bytes=way.available)
+            )
             if plan is not None and self._fits(plan):
                 break
+            if plan is not None and way.tries < _CORRECTIONS:
+                # less than it promised, by more than what it was wrong by
+                available = way.needed_bytes - 1.1 * (plan.peak_bytes - self.budget_bytes)
+                self._promise(promised, way.micro_batches, way.heads, available, way.tries + 1)
         if exactness == EXACT and self.training.device_type == "cuda":
             self._add(How("split", offload=True))
+
+    def _promise(
+        self, promised: list[_Promise], micro_batches: int, heads: Heads, available: float, tries: int = 1
+    ) -> None:
+        """What the search finds for so many bytes, put in its place among the others, the cheapest first."""
+        choice = self._forest(micro_batches, heads).best(available)
+        if choice is not None:
+            order = choice.cost, micro_batches, len(heads)
+            heappush(promised, _Promise(order, choice.needed_bytes, available, tries, micro_batches, heads))
 
     def _with_groups(self, plan: Plan) -> Plan:
         """The plan with small heads that share a backward, where that fits too."""
@@ -308,10 +351,12 @@ class _Facts:
         ]
         self._not_additive = [name for name in self._tasks if not model.task(name).additive]
         self._drawing = [node for node, chain in chains.items() if chain.draws]
+        self._changing = [node for node, chain in chains.items() if chain.changes]
         self.chunkable = frozenset(
             name
             for name in self._tasks
-            if name not in self._not_additive and (freezes or not batch_normalised(modules[name]))
+            if name not in (*self._not_additive, *self._changing)
+            and (freezes or not batch_normalised(modules[name]))
         )
         self.quiet = self.chunkable - set(self._drawing)
 
@@ -321,6 +366,8 @@ class _Facts:
             return INEXACT, f"BatchNorm normalises by the micro-batch ({listed(self._coupled, 3)})"
         if micro_batches > 1 and self._not_additive:
             return INEXACT, f"the loss of {listed(self._not_additive)} is no mean over labels"
+        if micro_batches > 1 and self._changing:
+            return INEXACT, f"each micro-batch changes a state in {listed(self._changing)} (spectral norm?)"
         drawing = [n for n in self._drawing if n in chunked or micro_batches > 1]
         if drawing:
             return IN_DISTRIBUTION, f"other random numbers (dropout) in {listed(drawing)}"
@@ -341,10 +388,13 @@ class _Facts:
                 yield group
 
 
+def _measures(plan: Plan) -> tuple[float, ...]:
+    """What plans are compared by; less is better."""
+    how = plan.how
+    return plan.peak_bytes, round(plan.flops_over_summed, 3), plan.exactness, how.accumulate, how.offload
+
+
 def _beats(other: Plan, plan: Plan) -> bool:
     """Whether another plan is at least as good in all, and better in something."""
-    mine, its = (
-        (p.peak_bytes, round(p.flops_over_summed, 3), p.exactness, p.how.accumulate, p.how.offload)
-        for p in (plan, other)
-    )
+    its, mine = _measures(other), _measures(plan)
     return its != mine and all(i <= m for i, m in zip(its, mine, strict=True))

@@ -78,6 +78,7 @@ class Chain:
         writes: storages written into after they were made, each with the position of that.
         candidates: what can be recomputed.
         draws: whether it draws random numbers.
+        changes: whether it changes a state with a fraction, as spectral norm does.
         start_bytes: alive as it began, of those that grow with the micro-batch.
         incoming_bytes: by how much more was alive as its backward began than as its forward ended.
     """
@@ -91,6 +92,7 @@ class Chain:
     writes: list[tuple[Made, int]] = field(default_factory=list)
     candidates: list[Candidate] = field(default_factory=list)
     draws: bool = False
+    changes: bool = False
     start_bytes: int = 0
     incoming_bytes: int = 0
 

@@ -150,11 +150,14 @@ class Branch:
         best: Choice | None = None
         for choice in _frontier(reached[-1]):
             below = self._cheapest_below(available_bytes - choice.kept_bytes)
-            if below is not None and (best is None or choice.cost + below.cost < best.cost):
+            if below is None or (best is not None and choice.cost + below.cost >= best.cost):
+                continue
+            needed = max(choice.needed_bytes, choice.kept_bytes + below.needed_bytes)
+            if needed <= available_bytes:
                 best = Choice(
                     choice.cost + below.cost,
                     choice.kept_bytes,
-                    max(choice.needed_bytes, choice.kept_bytes + below.needed_bytes),
+                    needed,
                     choice.recompute + below.recompute,
                     below.chunks,
                 )

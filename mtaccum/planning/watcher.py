@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtaccum.engine.stages import FORWARD
-from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, TEMPORARIES, storages_of
+from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, PARAMETERS, TEMPORARIES, storages_of
 from mtaccum.memory.predict import FakeTraining, How, Prediction, Tracker
 from mtaccum.planning.profile import Chain, Made, find_candidates
 
@@ -110,7 +110,7 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
             at = len(chain) - 1
             chain.forward[at].rise(growing, fixed)
             chain.flops[at] += self.flops - before
-            chain.draws |= torch.Tag.nondeterministic_seeded in func.tags
+            chain.draws |= _draws(func, args, kwargs)
             self._note_storages(chain, at, func, args, kwargs, result)
             self._bytes_after_forward[node] = self.current_bytes
         elif phase and node in self.chains:
@@ -156,10 +156,13 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
         for storage in storages_of((args, kwargs)):
             if (made := self._note(storage)) is not None:
                 made.uses.append(at)
-        for tensor in _written(func, args):
+        for tensor in _written(func, args, kwargs):
             for storage in storages_of(tensor):
-                if (made := self._note(storage)) is not None:
-                    chain.writes.append((made, at))
+                ref = self._ledger.refs.get(storage._cdata)
+                if ref is not None and ref.note is not None:
+                    chain.writes.append((ref.note, at))
+                elif ref is not None and ref.kind == PARAMETERS:
+                    chain.changes |= tensor.is_floating_point()
         for storage in storages_of(result):
             ref = self._ledger.refs.get(storage._cdata)
             if ref is not None and ref.note is None and ref.kind == TEMPORARIES:
@@ -168,11 +171,21 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
                 chain.moved_bytes[at] += ref.nbytes
 
 
-def _written(func: Any, args: Any) -> Iterator[Tensor]:
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an op draws random numbers; attention and dropout with a probability of 0 draw none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return {**defaults, **given}.get("dropout_p") != 0.0
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The arguments that an op writes into."""
     if func._schema.is_mutable:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            alias = argument.alias_info
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            alias, value = argument.alias_info, given.get(argument.name)
             if alias is not None and alias.is_write and isinstance(value, Tensor):
                 yield value
 

@@ -57,7 +57,8 @@ def test_peak_memory(tmp_path: Path) -> None:
 
     # with one head there is nothing to save; with eight only summed takes more
     one = peak["dense-1", "summed"]
-    assert peak["dense-1", "sequential"] == peak["dense-1", "split"] == one
+    assert peak["dense-1", "sequential"] == one
+    assert one <= peak["dense-1", "split"] <= one + 4  # the scalar through which the cut's gradient goes back
     assert peak["dense-8", "sequential"] <= SMALL_CHANGE * one
     assert peak["dense-8", "split"] <= 1.03 * one
     assert peak["dense-8", "split"] <= 0.5 * peak["dense-8", "summed"]
@@ -74,7 +75,30 @@ def test_peak_memory(tmp_path: Path) -> None:
     ratio = rows["dense-8", "split"]["time_over_summed"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert len(rows["dense-8", "split"]["time_s"]) == ratio["rounds"]
+    check_steps(measured["step_rows"])
+    for row in measured["step_rows"]:
+        line = f"| {', '.join(row['recompute']) or 'nothing'} "
+        assert line in table
+        assert line in done.stdout
     check_picture(tmp_path / "peak_memory.png")
+
+
+def check_steps(rows: list[dict[str, Any]]) -> None:
+    """Activations of the engine's steps go down as the batch is cut, and where the trunk is recomputed."""
+    for row in rows:
+        assert row["peak_bytes"] == row["start_bytes"] + row["gradient_bytes"] + row["activation_bytes"]
+        assert row["gradient_bytes"] > 0
+        ratio = row["time_over_one"]
+        assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+        assert len(row["time_s"]) == ratio["rounds"]
+    over_one = {row["way"]: row["activation_over_one"] for row in rows}
+    assert over_one.pop("K=1") == 1
+    for number in (2, 4, 8):
+        # a micro-batch keeps its share; what doesn't shrink with it is little
+        assert 1 / number <= over_one.pop(f"K={number}") <= 1 / number + 0.01
+    recomputed = [row for row in rows if row["recompute"]]
+    assert len(recomputed) == len(over_one) >= 3
+    assert all(over_one[row["way"]] <= 0.8 / row["accumulate"] for row in recomputed)
 
 
 def check_picture(path: Path) -> None:
@@ -92,7 +116,10 @@ def test_step_time(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"step_time.md", "step_time.json"}
     rows = results(tmp_path, "step_time")["rows"]
-    assert len(rows) == 5
+    assert len(rows) == 6
+    (grouped,) = [row for row in rows if "grouped" in row["what"]]
+    assert 0 < grouped["peak_bytes"] <= grouped["baseline_peak_bytes"]
+    assert "Peak memory of a step, 8 linear heads, grouped" in done.stdout
     for row in rows:
         ratio = row["ratio"]
         assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]

@@ -104,7 +104,8 @@ def test_tensorboard_events_can_be_read_back(finished: tuple[Path, str]) -> None
     tags = set(events.Tags()["scalars"])
     assert {"loss/seg", "count/cls", "lr", "grad_norm", "samples_per_s", "peak_bytes"} <= tags
     assert {"val/loss", "val/seg/miou", "val/cls/accuracy", "val/depth/mae"} <= tags
-    assert set(events.Tags()["images"]) == {"val/seg", "val/depth"}
+    # that of the memory is there where matplotlib is
+    assert set(events.Tags()["images"]) - {"memory/step"} == {"val/seg", "val/depth"}
     assert [(e.step, e.height) for e in events.Images("val/seg")] == [(4, 4 * 128 + 12), (8, 4 * 128 + 12)]
     jsonl = {line["step"]: line["loss/seg"] for line in lines_of(finished[0] / "metrics.jsonl")}
     assert {e.step: e.value for e in events.Scalars("loss/seg")} == pytest.approx(jsonl)

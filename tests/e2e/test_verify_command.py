@@ -151,6 +151,8 @@ SHIPPED = [
     ["+experiment=all_tasks", "engine=sequential", "engine.recompute=[trunk]"],
     ["+experiment=all_tasks", "engine.recompute=['trunk.levels.*',seg]", "engine=sequential"],
     ["+experiment=all_tasks", "accumulate=4", "engine.batchnorm=freeze"],
+    ["+experiment=all_tasks", "engine.groups=[[cls,number]]", "engine=sequential"],
+    ["+experiment=all_tasks", "engine.chunks={seg: 3}", "engine.batchnorm=freeze", "engine.offload=true"],
     ["tasks=[seg,cls]", "engine.precision=bf16", "engine.compile=true", "engine.max_grad_norm=1"],
 ]
 
@@ -164,6 +166,7 @@ def test_it_passes_on_what_ships(
     assert "exact: the contract holds" in shown
     assert "1e-12" in shown
     assert "8 of the 16 samples" in shown
+    assert ("note (offload) engine.offload" in shown) == ("engine.offload=true" in arguments)
     assert ("bf16 rounds" in shown) == ("engine.precision=bf16" in arguments)
     assert list(tmp_path.iterdir()) == [], "it wrote something"
 
@@ -171,12 +174,22 @@ def test_it_passes_on_what_ships(
 FAULTS = [
     ([], ["wrong_count"], "fault (count) wrong_count"),
     ([], ["in_place"], "fault (in-place) split: 'in_place' writes in place"),
+    (
+        ["engine.groups=[[in_place,plain]]"],
+        ["in_place", "plain"],
+        "fault (in-place) split: 'in_place+plain' writes in place",
+    ),
     ([], ["orphan"], "fault (orphan parameters) tasks.orphan.head.lost.weight"),
     (["tasks=[cls]", "accumulate=4"], [], "fault (coupled samples) trunk.stem.1"),
     (["engine=sequential"], ["own_generator"], "fault (randomness) own_generator"),
     ([], ["non_additive"], "fault (count) non_additive"),
     (["accumulate=2", "engine.batchnorm=freeze"], ["declared"], "fault (non-additive loss) declared"),
     (["accumulate=2", "engine.batchnorm=freeze"], ["couples"], "fault (coupled samples) couples"),
+    (
+        ["engine.chunks={couples: 2}", "engine.batchnorm=freeze"],
+        ["couples"],
+        "fault (coupled samples) couples",
+    ),
     ([], ["keeps", "plain"], "fault (graphs alive) plain"),
     (["~trunk", "+trunk={_target_: planted.Remembers}"], ["reads_past", "plain"], "freed already"),
     (

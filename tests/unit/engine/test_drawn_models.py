@@ -1,10 +1,10 @@
-"""Drawn trees, windows, missing labels, modes, schedules and recomputed parts against the joint double
-reference."""
+"""Drawn trees, windows, missing labels, modes, schedules, recomputed parts, groups and chunks against the
+joint double reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -259,6 +259,34 @@ def window_of(case: Drawn) -> list[dict[str, Any]]:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(drawn(), st.sampled_from(sorted(SCHEDULE_NAMES)))
 def test_a_window_does_what_the_joint_backward_does(case: Drawn, schedule: str) -> None:
+    assert_as_joint(case, schedule)
+
+
+@pytest.mark.filterwarnings("ignore:.*is frozen, so its running statistics stay")
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    drawn(),
+    st.sampled_from(["split", "split", "sequential"]),
+    st.lists(st.sampled_from([1, 1, 2, 3, 0]), min_size=4, max_size=4),
+)
+def test_groups_and_chunks_do_what_the_joint_backward_does(
+    case: Drawn, schedule: str, arranged: list[int]
+) -> None:
+    # a 1 is for a group with the others of the same node, a larger number for so many chunks
+    case = replace(case, dropout=0.0)  # in another order other masks are drawn
+    paths, groups, chunks = build(case).paths, {}, {}
+    for index in range(len(case.tasks)):
+        name, choice = f"task{index}", arranged[index]
+        if choice == 1:
+            groups.setdefault(paths[name][:-1], []).append(name)
+        elif choice and schedule == "split" and (case.batchnorm == "freeze" or not case.norm):
+            chunks[name] = choice
+    several = [group[::-1] for group in groups.values() if len(group) > 1]
+    assert_as_joint(case, schedule, groups=several, chunks=chunks)
+
+
+def assert_as_joint(case: Drawn, schedule: str, **options: Any) -> None:
+    """Gradients, buffers, random state and losses are those of the joint reference."""
     window, model = window_of(case), build(case)
     frozen = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and case.batchnorm == "freeze"]
     start = torch.get_rng_state()
@@ -270,7 +298,8 @@ def test_a_window_does_what_the_joint_backward_does(case: Drawn, schedule: str) 
     after_reference = torch.get_rng_state()
 
     torch.set_rng_state(start)
-    engine = Engine(model, schedule=schedule, batchnorm=case.batchnorm, recompute=recompute_of(case, model))
+    options |= {"batchnorm": case.batchnorm, "recompute": recompute_of(case, model)}
+    engine = Engine(model, schedule=schedule, **options)
     result = engine.accumulate(window)
 
     assert_close_gradients(model, reference, 1e-12)

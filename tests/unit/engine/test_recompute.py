@@ -273,7 +273,7 @@ def test_nested_and_named_arguments_arrive_as_they_are(settings: dict[str, Any])
 
 
 class Attending(nn.Module):
-    """Attention of the features to themselves; PyTorch's takes another way if query, key and value are one."""
+    """Attention of the features to themselves: PyTorch's goes another way if query, key and value are one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from helpers import RandomState, assert_equal_states, seed_everything
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from mtaccum.engine.replay import RandomState as Generators
 from mtaccum.engine.replay import Replay, frozen, swapped_buffers
 
 
@@ -216,3 +217,27 @@ def test_an_error_inside_frozen_puts_everything_back(head: nn.Sequential) -> Non
         fail_after(lambda: head(torch.rand(5, 3)))
     assert all(parameter.requires_grad for parameter in head.parameters())
     assert_equal_states(buffers_of(head), before)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: torch.rand(1),
+        lambda: F.dropout(torch.ones(3)),
+        lambda: np.random.rand(),
+        lambda: np.random.rand(312),  # once around: the position is the same again
+        lambda: np.random.standard_normal(),
+        lambda: random.random(),
+        lambda: random.gauss(),
+    ],
+)
+def test_a_state_knows_whether_something_was_drawn_since(take: Callable[[], object]) -> None:
+    np.random.standard_normal()  # the next one is in store already
+    state = Generators()
+    assert state.is_current()
+    torch.ones(3).exp()
+    assert state.is_current()
+    take()
+    assert not state.is_current()
+    state.restore()
+    assert state.is_current()

@@ -165,6 +165,65 @@ def test_a_count_that_fails_names_the_task(error: type[Exception]) -> None:
         WindowPlan.of({"t": Broken(nn.Identity(), None)}, [{}])
 
 
+# --- chunks -----------------------------------------------------------------------------------------------
+
+
+class PerSample(Task):
+    """Counts what stands at each sample."""
+
+    def count(self, batch: Any) -> Any:
+        return batch[self.target].sum()
+
+
+def in_chunks_plan(*numbers: list[float], chunks: int = 2, weight: float = 1.0) -> WindowPlan:
+    window = [{"n": torch.tensor(counts)} for counts in numbers]
+    tasks = {"t": PerSample(nn.Identity(), "n", weight=weight), "whole": PerSample(nn.Identity(), "n")}
+    return WindowPlan.of(tasks, window, {"t": chunks})
+
+
+def test_the_chunks_of_each_micro_batch_are_counted_beforehand() -> None:
+    plan = in_chunks_plan([1, 0, 2, 4, 0], [0, 0, 7], [5], [0, 0])
+    assert plan.parts == {"t": ((3, 4), (0, 7), (5,), (0, 0))}
+    assert plan.counts["t"] == plan.counts["whole"] == (7, 7, 5, 0)
+    assert plan.totals == {"t": 19, "whole": 19}
+    assert [plan.active(index) for index in range(4)] == [["t", "whole"]] * 3 + [[]]
+
+
+def test_a_head_passes_once_per_chunk_or_micro_batch_with_labels() -> None:
+    plan = in_chunks_plan([1, 0, 2, 4, 0], [0, 0, 7], [5], [0, 0])
+    assert (plan.head_passes("t"), plan.head_passes("whole")) == (4, 3)
+    assert plan.passes(["t"]) == plan.passes(["t", "whole"]) == 3
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3, 1 / 3, 7e11])
+def test_chunks_scale_by_their_share_of_the_windows_labels(weight: float) -> None:
+    plan = in_chunks_plan([1, 0, 2, 4, 0], [0, 0, 7], [5], weight=weight)
+    assert plan.scale("t", 0, 1) == weight / (19 / 4)
+    assert plan.scale("t", 0) == weight / (19 / 7)
+    assert (plan.count("t", 0, 0), plan.count("t", 0, 1), plan.count("t", 0)) == (3, 4, 7)
+    for chunks in range(1, 9):
+        plan = in_chunks_plan([2.0] * chunks, [2.0] * chunks, chunks=chunks, weight=weight)
+        assert {plan.scale("t", 1, chunk) for chunk in range(chunks)} == {weight / (2 * chunks)}
+
+
+def test_chunks_of_tasks_that_are_off_are_not_counted() -> None:
+    task = PerSample(nn.Identity(), "absent", mode="off")
+    assert WindowPlan.of({"t": task}, [{"n": torch.zeros(3)}], {"t": 2}).parts == {}
+
+
+def test_ranges_of_labels_are_told_apart_from_counts_of_chunks_l5() -> None:
+    tasks = {
+        "two": Classification(num_classes=2, head=nn.Identity(), target="two"),
+        "nine": Classification(num_classes=9, head=nn.Identity(), target="nine"),
+    }
+    window = [{"two": torch.tensor([0, 1, 1]), "nine": torch.tensor([8, -100, 3])}]
+    plan = WindowPlan.of(tasks, window, {"two": 2, "nine": 3})
+    assert plan.parts == {"two": ((2, 1),), "nine": ((1, 0, 1),)}
+    window[0]["two"][2] = 8
+    with pytest.raises(LabelError, match=r"'two': label 8 in micro-batch 0"):
+        WindowPlan.of(tasks, window, {"two": 2, "nine": 3})
+
+
 # --- ranges -----------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from mtaccum import (
     check_exactness,
     split_batch,
 )
+from mtaccum.engine.stages import observing
 from mtaccum.exactness import ExactnessReport, Finding
 from mtaccum.exactness.doubles import copy_of
 from mtaccum.exactness.reference import compare
@@ -321,6 +322,165 @@ def test_a_head_that_keeps_a_graph_is_named(schedule: str) -> None:
     found = faults(check_exactness(model, [batch()], schedule=schedule))
     assert "graphs alive" in found
     assert "detach" in found["graphs alive"].message
+
+
+def three(**heads: nn.Module) -> MultiTaskModel:
+    """A trunk and sound heads a, b and c, but for those that are given."""
+    torch.manual_seed(0)
+    tasks = {n: Regression(2, head=heads.get(n) or Head(), target="y", weight=0.5) for n in "abc"}
+    return MultiTaskModel(nn.Sequential(nn.Linear(3, 6), nn.Tanh()), tasks, inputs="x")
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "split"])
+def test_the_graphs_of_a_group_are_no_fault_and_one_that_is_kept_longer_is(schedule: str) -> None:
+    groups = [["a", "b"]]
+    report = check_exactness(three(), [batch()], schedule=schedule, groups=groups)
+    assert report.exact, report
+    assert {name: heads for name, (heads, _) in report.alive.items()} == dict.fromkeys(["trunk", *"abc"], 0)
+
+    report = check_exactness(three(a=Keeping()), [batch()], schedule=schedule, groups=groups)
+    assert [f.where for f in report.findings if f.kind == "graphs alive" and "c" in f.where] == ["c"]
+    assert report.alive["b"][0] == 0
+
+
+# --- groups and chunks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "split"])
+@pytest.mark.parametrize("sizes", [[6], [4, 2]], ids=str)
+def test_an_awkward_model_in_groups_is_exact(sizes: list[int], schedule: str) -> None:
+    groups, window = [["cls", "depth"], ["left", "right"], ["seg", "bare"]], list(map(awkward_batch, sizes))
+    report = check_exactness(
+        awkward_model(),
+        window,
+        schedule=schedule,
+        groups=groups,
+        batchnorm="freeze",
+        recompute=["trunk", "seg"],
+    )
+    assert report.exact, report
+    assert max(report.differences.values()) <= 1e-12
+
+
+def test_a_group_that_changes_the_order_of_heads_that_draw_is_exact() -> None:
+    heads = {name: nn.Sequential(nn.Dropout(0.4), nn.Linear(6, 2)) for name in "abc"}
+    report = check_exactness(three(**heads), [batch()], groups=[["a", "c"]])
+    assert report.exact, report
+    assert "randomness" not in notes(report)
+
+
+@pytest.mark.parametrize("sizes", [[6], [4, 2]], ids=str)
+def test_an_awkward_model_in_chunks_is_exact(sizes: list[int]) -> None:
+    chunks = {"seg": 2, "bare": 3, "left": 100}
+    window = list(map(awkward_batch, sizes))
+    report = check_exactness(
+        awkward_model(), window, chunks=chunks, batchnorm="freeze", recompute=["trunk", "seg"]
+    )
+    assert report.exact, report
+    assert "randomness" not in notes(report)  # which others draw
+    assert max(report.differences.values()) <= 1e-12
+
+
+class Stages:
+    """The backwards that there were, by name."""
+
+    def __init__(self) -> None:
+        self.backwards: list[str] = []
+
+    def begins(self, node: str, phase: str) -> None:
+        if phase == "backward":
+            self.backwards.append(node)
+
+    def ends(self, node: str, phase: str) -> None: ...
+
+    def cut(self, leaves: Sequence[Tensor]) -> None: ...
+
+
+def test_heads_do_run_in_these_groups_and_chunks() -> None:
+    for settings, backwards in (
+        ({}, ["a", "b", "c"]),
+        ({"groups": [["a", "b"]]}, ["a+b", "c"]),
+        ({"chunks": {"b": 3}}, ["a", "b", "b", "b", "c"]),
+    ):
+        stages = Stages()
+        with observing(stages):
+            report = check_exactness(three(), [batch()], **settings)
+        assert stages.backwards == [*backwards, "trunk"]
+        assert "memory" not in notes(report)
+
+
+class Centred(nn.Module):
+    """Takes the mean over the samples away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - x.mean(0))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_head_in_chunks_that_couples_samples_is_a_fault_even_of_one_micro_batch(micro_batches: int) -> None:
+    window = split_batch(batch(), micro_batches)
+    report = check_exactness(three(a=Centred(), b=Centred()), window, chunks={"a": 2, "c": 2})
+    coupled = {f.where: f for f in report.findings if f.kind == "coupled samples"}
+    assert set(coupled) == {"a", "b"}
+    assert coupled["a"].fault
+    assert "in chunks" in coupled["a"].message
+    assert coupled["b"].fault == (micro_batches > 1)
+    assert "in chunks" not in coupled["b"].message
+    assert not report.exact
+
+
+def test_a_state_that_moves_with_each_chunk_is_a_fault() -> None:
+    report = check_exactness(three(a=spectral_norm(nn.Linear(6, 2))), [batch()], chunks={"a": 2})
+    assert faults(report)["gradient"].where in ("a", "trunk")
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.4), nn.RReLU()], ids=str)
+def test_a_head_in_chunks_that_draws_is_compared_without_and_it_says_so(layer: nn.Module) -> None:
+    head = nn.Sequential(layer, nn.Linear(6, 6), copy.deepcopy(layer), nn.Linear(6, 2))
+    model = three(a=head, b=copy.deepcopy(head), c=copy.deepcopy(head))
+    report = check_exactness(model, split_batch(batch(), 2), chunks={"a": 3, "c": 1})
+    assert report.exact, report
+    drawing = [f for f in report.findings if f.kind == "randomness"]
+    assert [(f.where, f.fault) for f in drawing] == [("a", False)]
+    assert "evaluation mode" in drawing[0].message
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("source", ["torch", "numpy", "python"])
+def test_a_head_in_chunks_that_always_draws_is_named(source: str) -> None:
+    def noise(x: Tensor) -> Tensor:
+        if source == "torch":
+            return x * torch.rand(()).to(x)
+        return x * (np.random.rand() if source == "numpy" else random.random())
+
+    report = check_exactness(three(a=Head(noise)), [batch()], chunks={"a": 2})
+    assert notes(report)["randomness"].where == "a"
+    assert "gradient" in faults(report)  # nothing can be said of it
+
+
+def test_a_count_that_does_not_add_up_over_chunks_is_a_fault() -> None:
+    found = faults(
+        check_exactness(make(task=CountsBatches(2, head=Head(), target="y")), [batch()], chunks={"bad": 2})
+    )
+    assert "for its chunks together" in found["failure"].message
+
+
+def test_groups_and_chunks_that_are_not_valid_are_errors() -> None:
+    for settings, message in (
+        ({"groups": [["a"]]}, "it takes two tasks or more"),
+        ({"groups": [["a", "b"]], "schedule": "summed"}, "no effect with schedule='summed'"),
+        ({"chunks": {"d": 2}}, "Known: a, b, c"),
+        ({"chunks": {"a": 2}, "schedule": "sequential"}, "belongs to schedule='split'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_exactness(three(), [batch()], **settings)
+    model = three(a=nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(ConfigError, match=r"a\.1 normalises by what it sees"):
+        check_exactness(model, [batch()], chunks={"a": 2})
 
 
 class PassesBy(nn.Module):
