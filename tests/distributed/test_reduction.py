@@ -38,8 +38,8 @@ def plain(*samples: int, missing: float = 0.5) -> list[Any]:
 
 
 def reduced_bytes(tasks: int, micro_batches: int) -> tuple[int, int, int, int]:
-    """Bytes reduced in the second of two steps, those of the gradients, in how many tensors they came, and how
-    often a hook was registered."""
+    """Bytes reduced in the second of two steps, those of the gradients, in how many tensors they came, and
+    how often a hook was registered."""
     torch.manual_seed(0)
     heads = {f"t{i}": Squared(nn.Linear(8, 3 + i)) for i in range(tasks)}
     model = MultiTaskModel(nn.Linear(3, 8), heads, inputs="x").double()
