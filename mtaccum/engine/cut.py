@@ -69,7 +69,7 @@ class Cut:
 def _way_back(original: Tensor, leaf: Tensor) -> Tensor:
     with torch.enable_grad():
         # in a list, or it would become an input of the function, whose graph would keep it
-        way: Tensor = _Crossing.apply(original, [leaf])  # type: ignore[no-untyped-call]
+        way: Tensor = _Crossing.apply(original, [leaf])  # type: ignore[no-untyped-call, unused-ignore]
         return way
 
 

@@ -107,7 +107,7 @@ class _Touching(nn.Module):
         self.touched = nn.ParameterList(parameters)
 
     def forward(self) -> Tensor:
-        result: Tensor = _Touch.apply(*self.touched)  # type: ignore[no-untyped-call]
+        result: Tensor = _Touch.apply(*self.touched)  # type: ignore[no-untyped-call, unused-ignore]
         return result
 
 

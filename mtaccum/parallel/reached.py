@@ -47,7 +47,7 @@ class Reached:
             if not (torch.is_grad_enabled() and tensor.requires_grad):
                 return tensor
             self._begun.append([])
-            wrapped: Tensor = _IfCame.apply(tensor, self._begun[-1])  # type: ignore[no-untyped-call]
+            wrapped: Tensor = _IfCame.apply(tensor, self._begun[-1])  # type: ignore[no-untyped-call, unused-ignore]
             return wrapped
 
         given: tuple[Any, Any] = map_tensors((args, kwargs), wrap, strict=False)
