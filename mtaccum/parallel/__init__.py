@@ -1,7 +1,7 @@
 """Several ranks: the processes that train together, and how their gradients become one."""
 
 from mtaccum.parallel.ddp import Reducer, reduce_gradients
-from mtaccum.parallel.fsdp import gathered, is_sharded, local, shard, spread_like, whole
+from mtaccum.parallel.fsdp import gathered, is_sharded, is_spread, local, shard, spread_like, whole
 from mtaccum.parallel.launch import by_torchrun, joined, launched
 from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks, in_step
 
@@ -14,6 +14,7 @@ __all__ = [
     "gathered",
     "in_step",
     "is_sharded",
+    "is_spread",
     "joined",
     "launched",
     "local",

@@ -2,32 +2,117 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtaccum.errors import ConfigError, first_line
+from mtaccum.parallel import ALONE, Ranks, current_ranks, is_spread
 
 LAST, BEST = "last.pt", "best.pt"
 VERSION = 3
+_SHARDS = ".shards"  # how the name of a folder ends with what is spread over the ranks
+_FOLDER = "folder"  # the entry of a state that names its folder
 
 
-def save_checkpoint(state: dict[str, Any], path: Path) -> None:
-    """Write a state of tensors and plain values, atomically.
+def save_checkpoint(state: dict[str, Any], path: Path, ranks: Ranks = ALONE) -> None:
+    """Write a state of tensors and plain values, atomically. To be called on all ranks.
 
-    It goes to a file beside ``path`` first, which then takes its place: whoever kills the process or fills
-    the disk leaves the previous state whole.
+    Rank 0 writes one file. It goes beside ``path`` first and then takes its place: whoever kills the process
+    or fills the disk leaves the previous state whole.
+
+    Tensors that are spread over the ranks are never gathered: each rank writes its parts, by
+    ``torch.distributed.checkpoint``, into a folder beside ``path``, and the file names that folder and has
+    tensors on the meta device in their places. The folder of the state before goes when the file has been
+    replaced.
 
     Raises:
         OSError: it can't be written (disk full, no permission); the previous state is untouched.
     """
+    spread: dict[str, Tensor] = {}
+
+    def set_apart(name: str, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and is_spread(value)):
+            return value
+        spread[name] = value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    state = {"version": VERSION, **_mapped(state, set_apart)}
+    try:
+        if spread:
+            folder = path.with_name(ranks.of_first(f"{path.stem}-{uuid.uuid4().hex[:8]}{_SHARDS}"))
+            _save_shards(spread, folder, ranks)
+            state[_FOLDER] = folder.name
+        if ranks.first:
+            _save_file(state, path)
+    finally:
+        if ranks.first:
+            _remove_others(path)
+
+
+def _mapped(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
+    """A nest of dicts with ``function(name, value)`` for each value, as in ``optimizer.state.0.exp_avg``."""
+    if not isinstance(state, dict):
+        return function(name, state)
+    made = copy.copy(state)  # a module's state dict is of a type of its own, and has attributes
+    for key, value in state.items():
+        made[key] = _mapped(value, function, f"{name}.{key}" if name else str(key))
+    return made
+
+
+def _save_shards(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+    # imported where it is needed: it takes half as long as PyTorch itself
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        save(tensors, checkpoint_id=folder, process_group=ranks.host)
+    except CheckpointException as error:  # on all ranks, whichever couldn't write
+        said = "; ".join(f"rank {rank}: {first_line(failure[0])}" for rank, failure in error.failures.items())
+        raise OSError(f"can't write {folder}; is the disk full? ({said})") from error
+
+
+def _load_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill tensors."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, on one rank
+            load(tensors, checkpoint_id=folder, process_group=current_ranks().host)
+    except CheckpointException as error:
+        said = first_line(next(iter(error.failures.values()))[0])
+        raise ConfigError(f"can't read the tensors in {folder}: {said}") from error
+
+
+def _remove_others(path: Path) -> None:
+    """Remove the folders of states before, and of those that never became whole."""
+    folders = list(path.parent.glob(f"{path.stem}-*{_SHARDS}"))
+    if not folders:
+        return
+    try:
+        named = _load_file(path).get(_FOLDER) if path.exists() else None
+    except ConfigError:  # what it belongs to can't be known
+        return
+    for folder in folders:
+        if folder.name != named:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _save_file(state: dict[str, Any], path: Path) -> None:
     with _replacing(path) as partial, partial.open("wb") as file:
         try:
-            torch.save({"version": VERSION, **state}, file)
+            torch.save(state, file)
         except RuntimeError as error:
             # torch's zip writer reports a failed write so, and nothing of the reason
             raise OSError(f"can't write {path}; is the disk full? ({first_line(error)})") from error
@@ -71,11 +156,33 @@ def find_checkpoint(path: str | Path, names: tuple[str, ...] = (LAST,)) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a state onto the CPU; nothing but tensors and plain values is unpickled.
+    """Read a state onto the CPU, with all tensors whole; nothing but tensors and plain values is unpickled.
+
+    Where ranks train together all of them have to call it, and each reads all. The folder of a state that
+    was spread over ranks has an index that PyTorch unpickles: read only what you trust.
 
     Raises:
-        ConfigError: the file is no checkpoint of mtaccum, or damaged.
+        ConfigError: the file is no checkpoint of mtaccum, or damaged, or its folder is missing.
     """
+    state = _load_file(path)
+    if _FOLDER not in state:
+        return state
+    folder = path.with_name(state.pop(_FOLDER))
+    if not folder.is_dir():
+        raise ConfigError(f"the tensors of {path} are missing: they belong into {folder.name} beside it.")
+    tensors: dict[str, Tensor] = {}
+
+    def made(name: str, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.is_meta):
+            return value
+        return tensors.setdefault(name, torch.empty_like(value, device="cpu"))
+
+    result: dict[str, Any] = _mapped(state, made)
+    _load_shards(tensors, folder)
+    return result
+
+
+def _load_file(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -20,8 +20,7 @@ from mtaccum.engine import Engine, StepResult, windows
 from mtaccum.errors import BatchError, NonfiniteError
 from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
-from mtaccum.parallel import gathered, in_step, spread_like, whole
-from mtaccum.structure import map_tensors
+from mtaccum.parallel import gathered, in_step, spread_like
 from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
 from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
@@ -254,19 +253,17 @@ class Trainer:
 
     def _save(self, name: str) -> None:
         self._average_buffers()
-        state = self.state_dict()
-        if self.ranks.first:
-            save_checkpoint(state, self.folder / name)
+        save_checkpoint(self.state_dict(), self.folder / name, self.ranks)
         self.saved_steps = self.steps if name == LAST else self.saved_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """All that goes on from here: tensors and plain values."""
+        """All that goes on from here: tensors and plain values. To be called on all ranks."""
         optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
         assert optimizer is not None
         return {
-            "model": _whole(self.model.state_dict()),
+            "model": self.model.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
-            "optimizer": _whole(optimizer.state_dict()),
+            "optimizer": optimizer.state_dict(),
             "optimizer_class": type(optimizer).__name__,
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
@@ -317,11 +314,6 @@ def averaged(model: MultiTaskModel, decay: float) -> AveragedModel:
     """A copy of the model that follows an exponential moving average of its weights and buffers."""
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-
-
-def _whole(state: Any) -> Any:
-    """A state dict whose tensors are whole, on every rank; to be called on all."""
-    return map_tensors(state, whole, strict=False)
 
 
 def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import torch
 
 import mtaccum
 from mtaccum.data import DigitScenes
+from mtaccum.training import load_checkpoint
 
 LIMIT_S = 100  # for a job; what takes longer hangs
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -216,8 +217,7 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 
 
 def state(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(folder / "last.pt", weights_only=True)
-    return found
+    return load_checkpoint(folder / "last.pt")
 
 
 def without_warning(error: str) -> str:
