@@ -105,7 +105,7 @@ class MultiTaskModel(nn.Module):
 
     def tasks_by_name(self) -> dict[str, Task]:
         """All tasks, in the order they were given."""
-        return {name: self.task(name) for name in self.tasks}
+        return {name: cast("Task", task) for name, task in self.tasks.items()}
 
     @property
     def reads_fields(self) -> bool:

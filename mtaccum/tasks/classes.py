@@ -78,7 +78,7 @@ class _Classes(Labelled):
         target = self._target(batch)
         valid = target != self.ignore_index
         if self.class_weights is None:
-            return valid.sum()
+            return torch.count_nonzero(valid)
         weights = self.class_weights.to(target.device, torch.float64)
         # a label out of range is reported by label_range; here it must not fail first
         return torch.where(valid, weights[target.clamp(0, self.num_classes - 1)], 0.0).sum()
@@ -88,7 +88,8 @@ class _Classes(Labelled):
         if target.numel() == 0:
             return None
         labels = torch.where(target == self.ignore_index, 0, target)
-        return labels.min(), labels.max()
+        low, high = torch.aminmax(labels)
+        return low, high
 
     def update_metrics(self, metrics: Mapping[str, Metric], prediction: Tensor, batch: Any) -> None:
         labels = prediction.argmax(dim=1)
