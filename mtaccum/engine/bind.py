@@ -16,7 +16,7 @@ from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.replay import frozen, is_frozen, without_trace
 from mtaccum.engine.result import LossLog, sum_of_parts
 from mtaccum.engine.schedules import Features, Node
-from mtaccum.engine.together import note_nothing
+from mtaccum.engine.together import let_reduce, note_nothing
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import FeatureError
 from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
@@ -113,6 +113,7 @@ class _Binding:
 
     def nothing(self, name: str, task: Task, features: Features) -> Tensor:
         """A zero whose backward runs through a head and adds zeros."""
+        let_reduce(self.model, name)
         self.log.stands_in(name, self.micro_batch)
         if task.mode == "detached":
             features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}
@@ -130,6 +131,8 @@ class _Binding:
 
     def loss(self, name: str, task: Task, features: Features, chunk: int | None) -> Tensor:
         """The task's mean loss on this micro-batch, or on a chunk of it, with its graph."""
+        if self.plan.union is not None:
+            let_reduce(self.model, name)
         batch = self.batch
         if task.mode == "detached":
             features = {n: nest if n == ROOT else detach(nest) for n, nest in features.items()}

@@ -321,9 +321,11 @@ class Engine:
             autocast = partial(self._precision.autocast, device)
             together = plan.union is not None
             for index, batch in enumerate(with_stand_ins(window, plan, self.ranks) if together else window):
+                active = plan.running(index)
                 if together:
-                    prepare_nodes(model, plan, index, each=log.searches)
-                if active := plan.running(index):
+                    tree = model.tree(arrangement.in_order(active))
+                    prepare_nodes(model, plan, index, tree, each=log.searches)
+                if active:
                     # moved here and bound to no name: on the device is only the micro-batch that runs
                     moved = to_device(batch, device)
                     roots, inputs = bind(model, moved, plan, index, active, log, autocast, arrangement)

@@ -11,7 +11,7 @@ import torch
 from mtaccum.batch import batch_size_of, take_samples, to_device
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import TaskError
-from mtaccum.model.tree import MultiTaskModel
+from mtaccum.model.tree import MultiTaskModel, Tree
 from mtaccum.parallel.fsdp import nodes_of
 from mtaccum.parallel.ranks import Ranks
 from mtaccum.parallel.reached import reached_of
@@ -38,15 +38,36 @@ def _lent(batches: Sequence[Any]) -> Any:
     return to_device(take_samples(batches[0], samples), torch.device("cpu"))
 
 
-def prepare_nodes(model: MultiTaskModel, plan: WindowPlan, micro_batch: int, *, each: bool = False) -> None:
-    """Let the nodes that learn for the last time in this micro-batch reduce their gradients, and no others
-    (``each``: all do); and note what losses of this rank come to."""
+def prepare_nodes(
+    model: MultiTaskModel, plan: WindowPlan, micro_batch: int, tree: Tree, *, each: bool = False
+) -> None:
+    """Before a micro-batch: find the task with which each node learns for the last time in the window, and
+    note what losses of this rank come to.
+
+    Args:
+        tree: of the tasks that are run in it, in the order in which they are.
+        each: let every backward reduce gradients, and not only each node's last one.
+    """
     assert plan.union is not None
     for name, node in nodes_of(model).items():
         below = {task for task in model.tasks_below(name) if task == name or _sends_back(model, task)}
         last = max((index for index, tasks in enumerate(plan.union) if below & set(tasks)), default=-1)
-        node.set_requires_gradient_sync(each or micro_batch == last)
+        learned_from = [task for task in _leaves(tree) if task in below] if micro_batch == last else []
+        reached_of(node).reduces_after = learned_from[-1] if learned_from else None
         reached_of(node).counts = bool(below & set(plan.active(micro_batch)))
+        node.set_requires_gradient_sync(each)
+
+
+def _leaves(tree: Tree) -> Iterator[str]:
+    for name, below in tree.items():
+        yield from _leaves(below) if below else (name,)
+
+
+def let_reduce(model: MultiTaskModel, task: str) -> None:
+    """Before a task's head runs: let nodes that learn for the last time with it reduce their gradients."""
+    for node in nodes_of(model).values():
+        if reached_of(node).reduces_after == task:
+            node.set_requires_gradient_sync(True)
 
 
 def _sends_back(model: MultiTaskModel, task: str) -> bool:

@@ -24,12 +24,14 @@ class Reached:
     Attributes:
         names: of the parameters that a gradient has come to.
         counts: whether gradients are noted; not those of a pass that only stands in for one of another rank.
+        reduces_after: the task with whose backward the module's gradients are reduced; None: none so far.
         broken: whether a pass has failed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.names: set[str] = set()
         self.counts, self.broken = True, False
+        self.reduces_after: str | None = None
         self._begun: list[list[bool]] = []  # for each input of the pass that begins: filled by its gradient
         self._noted: dict[str, Tensor] = {}
         vars(module)[_REACHED] = self

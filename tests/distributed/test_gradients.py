@@ -118,6 +118,14 @@ def independent() -> MultiTaskModel:
     return MultiTaskModel(None, tasks, inputs="x").double()
 
 
+def normalising() -> MultiTaskModel:
+    """Its BatchNorm refuses a single sample."""
+    model = independent()
+    return MultiTaskModel(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), model.tasks_by_name(), inputs="x"
+    ).double()
+
+
 class Halves(nn.Module):
     """A head of two layers."""
 
@@ -165,6 +173,7 @@ OPTIONS: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
     "frozen_trunk_summed": (frozen_trunk, RAGGED, {"schedule": "summed"}),
     "no_trunk": (independent, PLAIN, {}),
     "no_trunk_sequential": (independent, [plain(2), [], []], {"schedule": "sequential"}),
+    "batchnorm_and_no_batch_on_one_rank": (normalising, [plain(3), [], plain(2, 4)], {}),
     "class_weights_l6": (small, PLAIN, {}),
     "labels_in_a_batch_of_one_rank_only_l1": (
         small, [plain(2, missing=9), plain(3, missing=9), plain(4, 1, missing=0)], {}

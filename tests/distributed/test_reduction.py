@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Squared, assert_equal_states, joint_reference, plain_batch, plain_model
+from helpers import SCHEDULE_NAMES, Squared, assert_equal_states, joint_reference, plain_batch, plain_model
 from pool import Pool
 from ranked import (
     KINDS,
@@ -21,10 +21,11 @@ from ranked import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtaccum import Engine, MultiTaskModel, Task, reduce_gradients, split_backward, windows
 from mtaccum.data import MicroBatchSampler
-from mtaccum.parallel import current_ranks, in_step
+from mtaccum.parallel import current_ranks, in_step, shard
 from mtaccum.parallel.ddp import COMM_HOOKS
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -75,6 +76,40 @@ def test_each_gradient_is_reduced_once_per_step_d2(pool: Pool) -> None:
             for reduced, gradients, buckets, passes in pool.run(reduced_bytes, tasks, micro_batches):
                 assert reduced == gradients, f"{tasks} tasks, {micro_batches} micro-batches"
                 assert (buckets, passes) == (1, 1)
+
+
+class Scattered(TorchDispatchMode):
+    """The bytes of each reduction of gradients that are spread over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._reduce_scatter_base_.default:
+            self.sizes.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def scattered_bytes(tasks: int, micro_batches: int, schedule: str) -> tuple[list[int], list[int]]:
+    """Bytes of each reduction in a step, and of each node's gradients, in sizes that are not padded."""
+    torch.manual_seed(0)
+    heads = {f"t{i}": Squared(nn.Linear(8, 4 + 2 * i)) for i in range(tasks)}
+    heads["t0"].mode = "detached"
+    model = MultiTaskModel(nn.Linear(3, 8), heads, inputs="x").double()
+    sizes = [sum(p.nbytes for p in module.parameters()) for module in model.own_modules().values()]
+    shard(model)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule)
+    with Scattered() as scattered:
+        engine.step(plain(*[2] * micro_batches))
+    return scattered.sizes, sizes
+
+
+def test_each_spread_gradient_is_reduced_once_per_step_d2(pool: Pool) -> None:
+    for tasks, micro_batches in [(2, 1), (2, 4), (4, 3)]:
+        for schedule in SCHEDULE_NAMES:
+            for reduced, gradients in pool.run(scattered_bytes, tasks, micro_batches, schedule):
+                assert sorted(reduced) == sorted(gradients), (tasks, micro_batches, schedule)
 
 
 def hooked(hook: str, batches: list[list[Any]]) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
