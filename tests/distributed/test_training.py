@@ -87,8 +87,9 @@ def fit(kind: str, folder: str, batch_size: int, options: dict[str, Any], resume
     training = trainer(kind, Path(folder), batch_size, **options)
     loaded = None
     if resume is not None:
+        torch.manual_seed(1234)
         training.load_state_dict(load_checkpoint(Path(resume) / "last.pt"))
-        loaded = copy.deepcopy(whole_state(training))
+        loaded = copy.deepcopy({**whole_state(training), "own rng": torch.get_rng_state()})
     outcome = training.fit()
     notes = [log.lines for log in training.loggers]
     return outcome, notes, whole_state(training), loaded
@@ -158,7 +159,9 @@ def test_a_state_is_that_of_any_number_of_ranks_r1(
         found = pool.run(fit, kind, str(then), 4, options, str(first), ranks=ranks)
 
     *_, one, _ = fit("ddp", str(whole_way), 12, options)  # never interrupted
-    for _, _, state, loaded in found:
+    for rank, (_, _, state, loaded) in enumerate(found):
+        if rank < len(saved["rng"]):
+            assert torch.equal(loaded["own rng"], saved["rng"][rank])
         assert_equal_states(loaded["model"], saved["model"])
         assert same_optimizer_state(saved["optimizer"], loaded["optimizer"])
         assert loaded["lr_scheduler"] == saved["lr_scheduler"]
@@ -192,6 +195,39 @@ def test_running_statistics_are_averaged_before_they_are_used(pool: Pool, tmp_pa
     assert_equal_states({f"module.{k}": v for k, v in evaluated.items()}, {
         k: v for k, v in average.items() if k != "n_averaged"
     })  # fmt: skip
+
+
+class Looking:
+    """A logger that notes a rank's own running mean at each step, before it is saved; and what was saved."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.own: list[Tensor] = []
+        self.saved: list[Tensor] = []
+
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        self.own.append(self.trainer.model.state_dict()["trunk.1.running_mean"].clone())
+        self.saved.append(load_checkpoint(self.trainer.folder / "last.pt")["model"]["trunk.1.running_mean"])
+
+    def close(self) -> None:
+        pass
+
+
+def looking(folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    settings = {"total_steps": 3, "eval_every": 0, "checkpoint_every": 1}
+    training = trainer("ddp", Path(folder), 4, norm=True, **settings)
+    looking = Looking(training)
+    training.loggers = [looking]
+    training.fit()
+    return looking.own[:3], looking.saved
+
+
+def test_what_is_saved_between_evaluations_has_averaged_statistics(pool: Pool, tmp_path: Path) -> None:
+    (first, saved), (second, _) = pool.run(looking, str(tmp_path))
+
+    assert not torch.equal(first[0], second[0])
+    for one, other, state in zip(first, second, saved[1:], strict=True):
+        assert_close("running_mean", state, (one + other) / 2)
 
 
 def buffers(seed_apart: float) -> dict[str, Tensor]:
