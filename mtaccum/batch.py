@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -156,19 +157,19 @@ def take_samples(batch: Any, samples: int) -> Any:
 
 def take_part(nest: Any, samples: int, parts: int, index: int) -> Any:
     """One of the parts into which ``split_batch`` would cut a nest of ``samples`` samples."""
-    return _in_parts(nest, split_sizes(samples, parts))[index]
+    return _in_parts(nest, split_sizes(samples, parts), [index])[0]
 
 
-def _in_parts(batch: Any, sizes: list[int]) -> list[Any]:
+def _in_parts(batch: Any, sizes: list[int], chosen: Sequence[int] | None = None) -> list[Any]:
+    """The parts of a batch, or those with the chosen numbers."""
+    chosen = range(len(sizes)) if chosen is None else chosen
     for cls in type(batch).__mro__:
         if cls in _splits:
-            return _splits[cls](batch, sizes)
+            parts = _splits[cls](batch, sizes)
+            return [parts[index] for index in chosen]
     samples = sum(sizes)
-    slices: list[slice] = []
-    start = 0
-    for size in sizes:
-        slices.append(slice(start, start + size))
-        start += size
+    starts = [0, *accumulate(sizes)]
+    slices = [slice(starts[index], starts[index + 1]) for index in chosen]
     if _is_field_list(batch):
         return [[_cut(field, part, samples) for field in batch] for part in slices]
     if type(batch) is tuple:

@@ -100,7 +100,7 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
     seed_all(config.seed)
     train = dataset_of("data.train", config.data.train)
     config = _with_channels(config, collate(config, [train[i] for i in range(min(2, len(train)))]))
-    batch, missing = _labelled_batch(config, train)
+    batch = _labelled_batch(config, train)
     options = config.engine
 
     def build() -> MultiTaskModel:
@@ -116,7 +116,7 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
         max_grad_norm=options.max_grad_norm,
         copies=0 if config.trainer.ema_decay is None else 1,
     )
-    notes = [f"no label of {name} was found, so it is not planned for" for name in missing]
+    notes = []
     if options.compile:
         notes.append("the modules were predicted as they are; compiled ones may need less")
     if options.batchnorm == "sync":
@@ -127,6 +127,7 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
 def _refuse_what_is_planned(config: RunConfig) -> None:
     given = [name for name in ("accumulate", "micro_batch_size") if getattr(config, name) is not None]
     given += [f"engine.{name}" for name in _PLANNED if getattr(config.engine, name)]
+    given += [f"engine={config.engine.schedule}"] if config.engine.schedule != "split" else []
     if given:
         raise ConfigError(
             f"{', '.join(given)}: a plan chooses that. Leave it away, or set plan=none and choose yourself."
@@ -149,23 +150,22 @@ def _with_channels(config: RunConfig, batch: Any) -> RunConfig:
         return build_model(config, batch)[1]  # for real: it works, or the error is the user's
 
 
-def _labelled_batch(config: RunConfig, train: Any) -> tuple[Any, list[str]]:
-    """The first batch with labels of all tasks, or the one with labels of most; and the tasks without."""
+def _labelled_batch(config: RunConfig, train: Any) -> Any:
+    """The first batch with labels of all tasks, or the one with labels of most."""
     sampler = MicroBatchSampler(
         len(train), min(config.batch_size, len(train)), shuffle=config.data.shuffle, seed=config.seed
     )
     tasks = build_model(config)[0].tasks_by_name()
-    best: tuple[int, Any, list[str]] = (-1, None, [])
+    most, best = 0, None
     for indices in windows_of(sampler):
         batch = collate(config, [train[i] for part in indices for i in part])
         totals = WindowPlan.of(tasks, [batch]).totals
-        missing = [name for name, total in totals.items() if total == 0]
-        if len(totals) - len(missing) > best[0]:
-            best = len(totals) - len(missing), batch, missing
-        if not missing:
+        labelled = sum(total > 0 for total in totals.values())
+        if labelled > most:
+            most, best = labelled, batch
+        if labelled == len(totals):
             break
-    if best[0] <= 0:
-        raise ConfigError(
-            f"no label of {', '.join(best[2])} was found in data.train; there is nothing to plan."
-        )
-    return best[1], best[2]
+    if not most:
+        names = ", ".join(totals)
+        raise ConfigError(f"no label of {names} was found in data.train; there is nothing to plan.")
+    return best

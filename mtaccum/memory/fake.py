@@ -6,10 +6,11 @@ are replaced afterwards, since some constructors read values, which fake tensors
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,12 @@ class Faking:
         return fake.requires_grad_(tensor.requires_grad)
 
 
-def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace all tensors of a model by fake ones on the CPU, also those in lists and dicts that its modules
-    have; what was shared is shared again."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+def make_fake(model: M, mode: FakeTensorMode) -> M:
+    """A model whose tensors are fake ones on the CPU, also those in lists and dicts that its modules have;
+    what was shared is shared again. Of a model on the device ``meta`` they are replaced; one with real
+    parameters may be somebody's own, so it is copied, without its memory."""
+    made: dict[int, Any] = {}
+    originals: list[Tensor] = []  # whose ids must stay taken
     faking = Faking()
 
     def fake(tensor: Tensor) -> Tensor:
@@ -83,15 +86,21 @@ def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
             new = faking(tensor)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = tensor, new
-        return made[id(tensor)][1]
+            originals.append(tensor)
+            made[id(tensor)] = new
+        return cast(Tensor, made[id(tensor)])
 
+    held: list[Tensor] = [*model.parameters()] or [*model.buffers()]
+    in_place = all(tensor.is_meta for tensor in held)
     with mode:
         for module in model.modules():
             for places in (module._parameters, module._buffers, vars(module)):
                 for name, value in places.items():
                     if name not in _OWN and tensors_of(value, strict=False):
-                        places[name] = map_tensors(value, fake, strict=False)
+                        faked = map_tensors(value, fake, strict=False)
+                        if in_place:
+                            places[name] = faked
+    return model if in_place else copy.deepcopy(model, made)
 
 
 _OWN = frozenset(vars(nn.Module()))  # where a module keeps its children and hooks

@@ -10,21 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import AdamW, Optimizer
 
-from mtaccum.batch import batch_size_of, split_batch
+from mtaccum.batch import batch_size_of, split_batch, take_part
 from mtaccum.engine import Engine, WindowPlan
-from mtaccum.errors import MtaccumError, PredictionError, listed
+from mtaccum.errors import MtaccumError
 from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state, undrawn
 from mtaccum.memory.flops import flops_of
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
+from mtaccum.memory.refusals import check_arguments, check_model, check_optimizer, explained
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.memory.watching import state_tensors, watching
 from mtaccum.model import MultiTaskModel, evaluating
@@ -118,6 +114,8 @@ class FakeTraining:
         max_grad_norm: float | None = None,
         copies: int = 0,
     ) -> None:
+        build_optimizer = build_optimizer or adamw
+        check_arguments(build_model, batch, build_optimizer)
         self.batch = batch
         self.precision = precision
         self.device_type = torch.device(device).type
@@ -133,7 +131,6 @@ class FakeTraining:
         self._counted: dict[object, WindowPlan] = {}
         # what hides outside of modules is converted where it is met
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        build_optimizer = build_optimizer or adamw
         try:
             self._take(build_empty(build_model), build_optimizer, copies)
         except MtaccumError as error:
@@ -144,11 +141,10 @@ class FakeTraining:
 
     def _take(self, model: MultiTaskModel, build_optimizer: BuildOptimizer, copies: int) -> None:
         """Make a model fake, with its optimizer and copies."""
-        self.model = model
-        _refuse_unpredictable(model)
-        make_fake(model, self.mode)
+        check_model(model)
+        self.model = model = make_fake(model, self.mode)
         with self.mode, explained(model):
-            self.optimizer = build_optimizer(model)
+            self.optimizer = check_optimizer(build_optimizer(model))
             if self.device_type == "cuda":
                 _as_on_cuda(self.optimizer)
             held = [*model.parameters(), *model.buffers()]
@@ -187,7 +183,8 @@ class FakeTraining:
         with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")  # they are for whoever runs it
             batch = fake_nest(self.batch, self.mode)
-            window = [split_batch(batch, how.accumulate)[index] for index in chosen]
+            samples = batch_size_of(batch)
+            window = [take_part(batch, samples, how.accumulate, index) for index in chosen]
             lying = batch if self.device_type == "cpu" else self._alone(max(window, key=batch_size_of))
             alive: list[Tensor | nn.Module] = [
                 self.model,
@@ -261,73 +258,13 @@ def predict_evaluation(training: FakeTraining, samples: int) -> int:
 def _shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, list[int]]:
     """The micro-batches that tell of all, three of each kind, and the plan of these: the second finds the
     gradients of the first one, and the last those of all."""
-    kinds = [(size, tuple(plan.active(index))) for index, size in enumerate(sizes)]
-    chosen = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2 or kind not in kinds[i + 1 :]]
+    of_kind: dict[Any, list[int]] = {}
+    for index, size in enumerate(sizes):
+        of_kind.setdefault((size, tuple(plan.active(index))), []).append(index)
+    chosen = sorted({index for indices in of_kind.values() for index in (*indices[:2], indices[-1])})
     counts = {name: tuple(numbers[i] for i in chosen) for name, numbers in plan.counts.items()}
     parts = {name: tuple(lists[i] for i in chosen) for name, lists in plan.parts.items()}
     return WindowPlan(counts, plan.weights, parts), chosen
-
-
-@contextmanager
-def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
-    """Say which module needs what fake tensors don't have.
-
-    Args:
-        what_runs: named where no module has begun.
-
-    Raises:
-        PredictionError: in place of PyTorch's own errors.
-    """
-    entered: list[str] = []
-    names = {id(module): name for name, module in model.named_modules()}
-    hook = nn.modules.module.register_module_forward_pre_hook(
-        lambda module, _: entered.append(names.get(id(module), "")) if id(module) in names else None
-    )
-    try:
-        yield
-    except (PredictionError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if (what := _needs_values(error)) is None:
-            raise
-        where = f"after {entered[-1]} began" if entered and entered[-1] else f"in {what_runs}"
-        raise PredictionError(
-            f"the memory of this model can't be predicted, since it can't run without values: {what} "
-            f"({where}). Measure it: mtaccum.memory.measure_step."
-        ) from error
-    finally:
-        hook.remove()
-
-
-_NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
-
-
-def _needs_values(error: BaseException | None) -> str | None:
-    """The op that needed values, if that is the cause of an error."""
-    while error is not None:
-        if isinstance(error, _NEEDS_VALUES):
-            return f"{error.func}"
-        text = str(error)
-        if any(word in text for word in ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses")):
-            return text.splitlines()[0][:200]
-        error = error.__cause__
-    return None
-
-
-def _refuse_unpredictable(model: nn.Module) -> None:
-    recurrent = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
-    sparse = [
-        n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
-    ]
-    for what, why, names in (
-        ("recurrent layers", "their kernels keep what isn't seen", recurrent),
-        ("sparse gradients", "it depends on values", sparse),
-    ):
-        if names:
-            raise PredictionError(
-                f"the memory of {what} can't be predicted, since {why}: {listed(names)}. Measure it: "
-                f"mtaccum.memory.measure_step."
-            )
 
 
 def _as_on_cuda(optimizer: Optimizer) -> None:

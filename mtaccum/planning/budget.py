@@ -65,7 +65,10 @@ def budget_of(given: Any, device: torch.device | str) -> Budget:
     Raises:
         ConfigError: no amount of memory, more than the device has, or no device to ask.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"memory can be planned for cpu and cuda, not for {device!r}.") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"memory can be planned for cpu and cuda, not for {device.type}.")
     absent = device.type == "cuda" and not torch.cuda.is_available()

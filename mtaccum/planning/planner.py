@@ -30,6 +30,7 @@ _CORRECTIONS = 3  # how often a budget is tightened where the search promised to
 _SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
 _WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
 _TRUSTED = 1.1  # what the search promises is this right, at least
+_MOST_CHUNKS = 64  # of a head's micro-batch: with more of them a step takes long
 _ON_THE_FRONT = (0.6, 0.2)  # where between the least and the most memory the front is shown
 
 _OTHER_ON_CUDA = {
@@ -132,6 +133,11 @@ class _Planner:
             raise BatchError("the batch is empty: give one with at least one sample.")
         self._summed = training.predict(How("summed"), timeline=True)
         self._profile = profile_of(training)
+        if not any(name in self._profile.chains for name in training.model.tasks):
+            raise BatchError(
+                f"the batch has no label of any task ({listed(list(training.model.tasks))}): give one with "
+                f"labels of all."
+            )
         self._facts = _Facts(training, self._profile.chains)
         self._forests: dict[tuple[int, Heads], Branch] = {}
         self._plans: dict[How, Plan | None] = {}
@@ -194,9 +200,15 @@ class _Planner:
         return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
 
     def notes(self) -> list[str]:
-        """What may make the truth on a CUDA card differ."""
+        """What is not in the plans, and what may make the truth on a CUDA card differ."""
+        enabled = self.training.model.enabled_tasks()
+        notes = [
+            f"no label of {name} was found, so it is not planned for"
+            for name in enabled
+            if name not in self._profile.chains
+        ]
         if self.training.device_type != "cuda":
-            return []
+            return notes
         different = [
             what
             for what, words in _OTHER_ON_CUDA.items()
@@ -204,9 +216,9 @@ class _Planner:
         ]
         if self.training.precision != "fp32":
             different.append(f"autocast to {self.training.precision}, which casts other operations there")
-        return (
-            [f"these keep other tensors on CUDA than on the CPU: {', '.join(different)}"] if different else []
-        )
+        if different:
+            notes.append(f"these keep other tensors on CUDA than on the CPU: {', '.join(different)}")
+        return notes
 
     def _search(self, exactness: int) -> None:
         """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
@@ -273,7 +285,7 @@ class _Planner:
                     _WORTH_A_NAME * (profile.prediction.peak_bytes - start) / micro_batches
                 ),
             )
-            numbers = [2**n for n in range(size.bit_length())]
+            numbers = [2**n for n in range(min(size, _MOST_CHUNKS).bit_length())]
             children = self._branches(self._facts.tree, share, 0, dict.fromkeys(heads, numbers))
             self._forests[key] = Branch(Chain(ROOT), list(children), share)
         return self._forests[key]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from mtaccum import Classification, Engine, MultiTaskModel, Regression
+from mtaccum.config import RunConfig, run_command
+from mtaccum.config.run import prepare
 from mtaccum.data import MicroBatchSampler
 from mtaccum.parallel import ALONE, current_ranks, whole
 from mtaccum.structure import map_tensors
@@ -257,6 +261,49 @@ def test_averages_of_equal_values_are_these_values(pool: Pool) -> None:
         assert found["flag"].item() is True
         assert torch.equal(found["layout"].flatten(), torch.arange(24.0))
         assert torch.equal(found["gaps"], torch.tensor([0.0, 4.0, 8.0, 12.0]))
+
+
+class Interrupting(Notes):
+    """A logger that sends Ctrl-C to its own process at a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def log(self, step: int, scalars: dict[str, float]) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(folder: str) -> Any:
+    training = trainer("ddp", Path(folder), 4, eval_every=0)
+    training.loggers = [Interrupting(3)] if not current_ranks().first else []
+    return training.fit()
+
+
+def test_ctrl_c_on_one_rank_ends_all_after_the_same_step(pool: Pool, tmp_path: Path) -> None:
+    for outcome in pool.run(interrupted, str(tmp_path)):
+        assert (outcome.steps, outcome.interrupted) == (3, True)
+    assert load_checkpoint(tmp_path / "last.pt")["progress"]["steps"] == 3
+
+
+def parts_of_the_validation(folder: str) -> list[int]:
+    found: list[list[int]] = []
+
+    def note(config: RunConfig) -> int:
+        found.append(list(prepare(config).trainer.validation.batch_sampler.sampler))  # type: ignore[union-attr]
+        return 0
+
+    sizes = ["data.train.size=8", "data.val.size=11"]
+    assert run_command("train", note, ["+tasks=[cls]", *sizes, f"hydra.run.dir={folder}"]) == 0
+    return found[0]
+
+
+def test_each_rank_evaluates_a_part_of_the_validation_data_d4(pool: Pool, tmp_path: Path) -> None:
+    parts = pool.run(parts_of_the_validation, str(tmp_path / "run"), ranks=3)
+
+    assert sorted(index for part in parts for index in part) == list(range(11))
+    assert [len(part) for part in parts] == [4, 4, 3]
 
 
 def without_ranks(folder: str) -> Any:

@@ -158,6 +158,7 @@ def test_a_plan_changes_nothing_of_the_training(run: Run, tmp_path: Path) -> Non
         ("engine.recompute=[trunk]", "engine.recompute"),
         ("engine.groups=[[seg,cls]]", "engine.groups"),
         ("engine.chunks={seg:2}", "engine.chunks"),
+        ("engine=sequential", "engine=sequential"),
     ],
 )
 @pytest.mark.parametrize("command", [plan, train])

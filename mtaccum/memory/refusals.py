@@ -1,0 +1,145 @@
+"""What can't be predicted, and what was given wrongly: said before PyTorch says it in its own words."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+
+from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, first_line, listed
+from mtaccum.model import MultiTaskModel
+from mtaccum.structure import describe, tensors_of
+
+_BUILD_OPTIMIZER = "such as lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
+
+
+def check_arguments(build_model: Any, batch: Any, build_optimizer: Any) -> None:
+    """Refuse what isn't what a prediction takes.
+
+    Raises:
+        ConfigError: no functions.
+        BatchError: a batch without values.
+    """
+    if isinstance(build_model, nn.Module) or not callable(build_model):
+        raise ConfigError(
+            f"build_model must be a function that returns a MultiTaskModel, got {describe(build_model)}. "
+            f"For a model that is there already give lambda: model; it stays as it is."
+        )
+    a_class = isinstance(build_optimizer, type)
+    if a_class or isinstance(build_optimizer, Optimizer) or not callable(build_optimizer):
+        given = build_optimizer.__name__ if a_class else describe(build_optimizer)
+        raise ConfigError(
+            f"build_optimizer must be a function of the model that returns its optimizer, "
+            f"{_BUILD_OPTIMIZER}, got {given}."
+        )
+    if any(tensor.is_meta for tensor in tensors_of(batch, strict=False)):
+        raise BatchError("the batch is on the device meta, and its labels are counted: give a real one.")
+
+
+def check_optimizer(optimizer: Any) -> Optimizer:
+    """What a function has made, if it is an optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"build_optimizer must return an optimizer, {_BUILD_OPTIMIZER}, and it returned "
+            f"{describe(optimizer)}."
+        )
+    return optimizer
+
+
+def check_model(model: Any) -> None:
+    """Refuse what can't be predicted.
+
+    Raises:
+        ConfigError: no MultiTaskModel.
+        PredictionError: recurrent layers, or sparse gradients.
+    """
+    if not isinstance(model, MultiTaskModel):
+        raise ConfigError(f"build_model must return a MultiTaskModel, and it returned {describe(model)}.")
+    recurrent = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
+    sparse = [
+        n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+    ]
+    for what, why, names in (
+        ("recurrent layers", "their kernels keep what isn't seen", recurrent),
+        ("sparse gradients", "it depends on values", sparse),
+    ):
+        if names:
+            raise PredictionError(
+                f"the memory of {what} can't be predicted, since {why}: {listed(names)}. Measure it: "
+                f"mtaccum.memory.measure_step."
+            )
+
+
+@contextmanager
+def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
+    """Say which module needs what fake tensors don't have.
+
+    Args:
+        what_runs: named where no module has begun.
+
+    Raises:
+        PredictionError: in place of PyTorch's own errors.
+    """
+    entered: list[str] = []
+    names = {id(module): name for name, module in model.named_modules()}
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: entered.append(names.get(id(module), "")) if id(module) in names else None
+    )
+    try:
+        yield
+    except (PredictionError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, AssertionError) and _is_pytorchs(error):
+            raise TaskError(
+                f"a step fails on this batch: {first_line(error)}. Engine.step on it says where."
+            ) from error
+        if (what := _needs_values(error)) is None:
+            raise
+        where = f"after {entered[-1]} began" if entered and entered[-1] else f"in {what_runs}"
+        raise PredictionError(
+            f"the memory of this model can't be predicted, since it can't run without values: {what} "
+            f"({where}). {_advice(error)}Measure it: mtaccum.memory.measure_step."
+        ) from error
+    finally:
+        hook.remove()
+
+
+_NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+
+def _needs_values(error: BaseException | None) -> str | None:
+    """The op that needed values, if that is the cause of an error."""
+    while error is not None:
+        if isinstance(error, _NEEDS_VALUES):
+            return f"{error.func}"
+        text = str(error)
+        if any(word in text for word in ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses")):
+            return text.splitlines()[0][:200]
+        error = error.__cause__
+    return None
+
+
+def _is_pytorchs(error: BaseException) -> bool:
+    """Whether PyTorch raised an error: its functions on fake tensors assert what its kernels explain."""
+    return "torch" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+
+
+def _advice(error: BaseException | None) -> str:
+    """A way out, where there is one."""
+    while error is not None:
+        if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
+            return "A transformer layer looks whether its mask is causal, unless it is told by is_causal=. "
+        error = error.__cause__
+    return ""
