@@ -81,7 +81,8 @@ def find_plan(
 
     Args:
         build_model: returns the ``MultiTaskModel``. It is called on the device ``meta``, so it should not
-            load weights; one whose constructors read tensors' values is built for real.
+            load weights; one whose constructors read tensors' values is built for real. A model that was
+            there before stays as it is.
         batch: a real batch of one step, with labels of all tasks: they are counted, of all else the shapes
             are used.
         budget_bytes: bytes, or a text such as ``6GiB``; None: what is free on the device.
@@ -92,7 +93,9 @@ def find_plan(
     Raises:
         BudgetError: nothing fits; says how little memory can do, and what that consists of.
         PredictionError: recurrent layers, or a model whose memory depends on values.
-        ConfigError: no amount of memory, or more than the device has.
+        ConfigError: no amount of memory, more than the device has, or no functions that make a model and its
+            optimizer.
+        BatchError: a batch without any label.
     """
     budget = budget_of(budget_bytes, device)
     training = FakeTraining(
