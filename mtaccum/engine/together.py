@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,8 +52,8 @@ def prepare_nodes(
     for name, node in nodes_of(model).items():
         below = {task for task in model.tasks_below(name) if task == name or _sends_back(model, task)}
         last = max((index for index, tasks in enumerate(plan.union) if below & set(tasks)), default=-1)
-        learned_from = [task for task in _leaves(tree) if task in below] if micro_batch == last else []
-        reached_of(node).reduces_after = learned_from[-1] if learned_from else None
+        if micro_batch == last:
+            *_, reached_of(node).reduces_after = (task for task in _leaves(tree) if task in below)
         reached_of(node).counts = bool(below & set(plan.active(micro_batch)))
         node.set_requires_gradient_sync(each)
 
@@ -95,6 +95,7 @@ def keeping_none(model: MultiTaskModel, ranks: Ranks) -> Iterator[None]:
         )
     for node in nodes.values():
         reached_of(node).names.clear()
+        reached_of(node).reduces_after = None
     try:
         yield
     except BaseException:
@@ -110,3 +111,17 @@ def keeping_none(model: MultiTaskModel, ranks: Ranks) -> Iterator[None]:
     for (parameter, _), reached_by_any in zip(parameters, by_any, strict=True):
         if not reached_by_any:
             parameter.grad = None
+    _check_reduced(nodes, {id(p) for (p, _), reached in zip(parameters, by_any, strict=True) if reached})
+
+
+def _check_reduced(nodes: Mapping[str, Any], reached: Set[int]) -> None:
+    """Gradients are reduced in a node's last backward; there is none if a head doesn't send anything back."""
+    for name, node in nodes.items():
+        task = reached_of(node).reduces_after
+        if task is not None and any(id(p) in reached and p.grad is None for p in node.parameters()):
+            reached_of(node).broken = True
+            raise TaskError(
+                f"under parallel=fsdp {name!r} can't learn here: the last task in the window to teach "
+                f"it is {task!r}, and sends it no gradient. If the head is meant to send none, say so by "
+                f"mode='detached'."
+            )

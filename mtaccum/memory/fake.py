@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from mtaccum.engine.replay import RandomState
-from mtaccum.errors import PredictionError
+from mtaccum.errors import PredictionError, first_line
 from mtaccum.structure import map_tensors, tensors_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -100,7 +100,15 @@ def make_fake(model: M, mode: FakeTensorMode) -> M:
                         faked = map_tensors(value, fake, strict=False)
                         if in_place:
                             places[name] = faked
-    return model if in_place else copy.deepcopy(model, made)
+    if in_place:
+        return model
+    try:
+        return copy.deepcopy(model, made)
+    except Exception as error:
+        raise PredictionError(
+            f"a model with real parameters is copied to be predicted, without its memory, and this one can't "
+            f"be: {first_line(error)}. Measure it: mtaccum.memory.measure_step."
+        ) from error
 
 
 _OWN = frozenset(vars(nn.Module()))  # where a module keeps its children and hooks

@@ -133,7 +133,8 @@ def _needs_values(error: BaseException | None) -> str | None:
 
 def _is_pytorchs(error: BaseException) -> bool:
     """Whether PyTorch raised an error: its functions on fake tensors assert what its kernels explain."""
-    return "torch" in Path(traceback.extract_tb(error.__traceback__)[-1].filename).parts
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return Path(torch.__file__).parent in raised.parents
 
 
 def _advice(error: BaseException | None) -> str:

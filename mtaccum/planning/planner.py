@@ -15,7 +15,7 @@ import torch
 from mtaccum.batch import batch_size_of
 from mtaccum.engine import SCHEDULES
 from mtaccum.engine.norms import batch_normalised
-from mtaccum.errors import BatchError, BudgetError, MtaccumError, PredictionError, listed
+from mtaccum.errors import BatchError, BudgetError, ConfigError, MtaccumError, PredictionError, listed
 from mtaccum.memory import FakeTraining, How, Prediction
 from mtaccum.memory.predict import BuildModel, BuildOptimizer
 from mtaccum.model import ROOT
@@ -81,8 +81,8 @@ def find_plan(
 
     Args:
         build_model: returns the ``MultiTaskModel``. It is called on the device ``meta``, so it should not
-            load weights; one whose constructors read tensors' values is built for real. A model that was
-            there before stays as it is.
+            load weights; one whose constructors read tensors' values is built for real. A model with
+            real parameters that was there before stays as it is.
         batch: a real batch of one step, with labels of all tasks: they are counted, of all else the shapes
             are used.
         budget_bytes: bytes, or a text such as ``6GiB``; None: what is free on the device.
@@ -136,10 +136,12 @@ class _Planner:
             raise BatchError("the batch is empty: give one with at least one sample.")
         self._summed = training.predict(How("summed"), timeline=True)
         self._profile = profile_of(training)
-        if not any(name in self._profile.chains for name in training.model.tasks):
+        enabled = training.model.enabled_tasks()
+        if not enabled:
+            raise ConfigError("no task is trained: all are switched off, or have weight 0.")
+        if not any(name in self._profile.chains for name in enabled):
             raise BatchError(
-                f"the batch has no label of any task ({listed(list(training.model.tasks))}): give one with "
-                f"labels of all."
+                f"the batch has no label of any task ({listed(enabled)}): give one with labels of all."
             )
         self._facts = _Facts(training, self._profile.chains)
         self._forests: dict[tuple[int, Heads], Branch] = {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import re
 import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mtaccum.errors import ConfigError, first_line
-from mtaccum.parallel import ALONE, Ranks, current_ranks, is_spread
+from mtaccum.parallel import ALONE, Ranks, is_spread
 
 LAST, BEST = "last.pt", "best.pt"
 VERSION = 3
@@ -52,15 +55,32 @@ def save_checkpoint(state: dict[str, Any], path: Path, ranks: Ranks = ALONE) -> 
             folder = path.with_name(ranks.of_first(f"{path.stem}-{uuid.uuid4().hex[:8]}{_SHARDS}"))
             _save_shards(spread, folder, ranks)
             state[_FOLDER] = folder.name
-        if ranks.first:
-            _save_file(state, path)
+        _on_first(ranks if spread else ALONE, partial(_save_file, state, path) if ranks.first else None)
     finally:
         if ranks.first:
             _remove_others(path)
 
 
+def _on_first(ranks: Ranks, save: Callable[[], None] | None) -> None:
+    """Let rank 0 save; no rank goes on before it has, and all of them raise if it can't."""
+    error = None
+    if save is not None:
+        try:
+            save()
+        except OSError as failure:
+            error = failure
+    said = ranks.of_first(None if error is None else str(error))
+    if error is not None:
+        raise error
+    if said is not None:
+        raise OSError(f"rank 0: {said}")
+
+
 def _mapped(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A nest of dicts with ``function(name, value)`` for each value, as in ``optimizer.state.0.exp_avg``."""
+    """A nest of dicts and lists with ``function(name, value)`` for each value, as in
+    ``optimizer.state.0.exp_avg``."""
+    if type(state) in (list, tuple):
+        return type(state)(_mapped(value, function, f"{name}.{i}") for i, value in enumerate(state))
     if not isinstance(state, dict):
         return function(name, state)
     made = copy.copy(state)  # a module's state dict is of a type of its own, and has attributes
@@ -77,6 +97,8 @@ def _save_shards(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None
     try:
         save(tensors, checkpoint_id=folder, process_group=ranks.host)
     except CheckpointException as error:  # on all ranks, whichever couldn't write
+        if any(isinstance(failure[0], KeyboardInterrupt) for failure in error.failures.values()):
+            raise KeyboardInterrupt from error
         said = "; ".join(f"rank {rank}: {first_line(failure[0])}" for rank, failure in error.failures.items())
         raise OSError(f"can't write {folder}; is the disk full? ({said})") from error
 
@@ -86,10 +108,12 @@ def _load_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    # each rank reads for itself; before PyTorch had that argument, all had to read together
+    alone: Any = {"no_dist": True} if "no_dist" in inspect.signature(load).parameters else {}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, on one rank
-            load(tensors, checkpoint_id=folder, process_group=current_ranks().host)
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(tensors, checkpoint_id=folder, **alone)
     except CheckpointException as error:
         said = first_line(next(iter(error.failures.values()))[0])
         raise ConfigError(f"can't read the tensors in {folder}: {said}") from error
@@ -97,7 +121,8 @@ def _load_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def _remove_others(path: Path) -> None:
     """Remove the folders of states before, and of those that never became whole."""
-    folders = list(path.parent.glob(f"{path.stem}-*{_SHARDS}"))
+    name = re.compile(re.escape(path.stem) + "-[0-9a-f]{8}" + re.escape(_SHARDS))
+    folders = [folder for folder in path.parent.iterdir() if name.fullmatch(folder.name)]
     if not folders:
         return
     try:
@@ -158,8 +183,8 @@ def find_checkpoint(path: str | Path, names: tuple[str, ...] = (LAST,)) -> Path:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a state onto the CPU, with all tensors whole; nothing but tensors and plain values is unpickled.
 
-    Where ranks train together all of them have to call it, and each reads all. The folder of a state that
-    was spread over ranks has an index that PyTorch unpickles: read only what you trust.
+    The folder of a state that was spread over ranks has an index that PyTorch unpickles: read only what you
+    trust.
 
     Raises:
         ConfigError: the file is no checkpoint of mtaccum, or damaged, or its folder is missing.

@@ -17,6 +17,11 @@ class Interrupt:
     def __init__(self) -> None:
         self.requested = False
 
+    def obey(self) -> None:
+        """The loop ends: what it still does, such as saving, isn't broken off by the first request."""
+        if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:

@@ -144,6 +144,8 @@ class Trainer:
                     since, samples_before = time.monotonic(), self.samples
             (asked,) = self.ranks.largest([float(interrupt.requested)])
             interrupt.requested = bool(asked)
+            if interrupt.requested:
+                interrupt.obey()
             if interrupt.requested or self._stale():
                 break
         return last

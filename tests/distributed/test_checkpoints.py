@@ -13,6 +13,7 @@ import torch
 from helpers import assert_equal_states
 from pool import Pool
 from ranked import batch, raised, tree
+from torch import Tensor
 
 from mtaccum import ConfigError, Engine
 from mtaccum.parallel import current_ranks, shard, whole
@@ -77,22 +78,30 @@ def test_any_number_of_ranks_reads_all_of_it(pool: Pool, tmp_path: Path) -> None
         assert_holds(found, expected)
 
 
+def shards_in(folder: Path, others: list[str]) -> set[str]:
+    """Folders of parts, but for those that are there too."""
+    found = {path.name for path in folder.glob("*.shards")}
+    assert found >= set(others)
+    return found - set(others)
+
+
 def test_a_folder_is_moved_with_its_file_and_goes_when_the_next_is_whole(pool: Pool, tmp_path: Path) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
     run.mkdir()
-    (run / "last-0.shards").mkdir()  # as a killed process leaves it
-    (run / "best-0.shards").mkdir()  # another state's
+    (run / "last-00000000.shards").mkdir()  # as a killed process leaves it
+    others = ["best-00000000.shards", "last-best-00000000.shards", "last-mine.shards"]  # other states'
+    for other in others:
+        (run / other).mkdir()
     pool.run(saved, str(run))
-    (first,) = run.glob("last-*.shards")
+    (first,) = shards_in(run, others)
     expected, *_ = pool.run(saved, str(run), 2)
-    (second,) = run.glob("last-*.shards")
+    (second,) = shards_in(run, others)
     assert first != second
-    assert (run / "best-0.shards").exists()
     run.rename(moved)
 
     assert_holds(load_checkpoint(moved / "last.pt"), expected)
     save_checkpoint({"model": {"w": torch.zeros(2)}}, moved / "last.pt")  # gone on with by one process
-    assert not list(moved.glob("last-*.shards"))
+    assert not shards_in(moved, others)
     assert torch.equal(load_checkpoint(moved / "last.pt")["model"]["w"], torch.zeros(2))
 
 
@@ -109,6 +118,49 @@ def test_a_folder_that_is_missing_or_damaged_is_named(pool: Pool, tmp_path: Path
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=rf"they belong into {folder.name} beside it"):
         load_checkpoint(tmp_path / "last.pt")
+
+
+def saved_and_read_by_one(folder: str) -> list[str] | None:
+    """Right after it was saved, one rank reads it alone."""
+    save_checkpoint(stepped(), Path(folder) / "last.pt", current_ranks())
+    if current_ranks().first:
+        return None
+    return list(load_checkpoint(Path(folder) / "last.pt")["model"])
+
+
+def test_a_state_is_there_on_all_ranks_once_it_is_saved_and_one_may_read_it(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        assert pool.run(saved_and_read_by_one, str(tmp_path)) == [None, list(tree().state_dict())]
+
+
+def in_lists(folder: str) -> Tensor:
+    model = tree()
+    shard(model)
+    weight = model.state_dict()["trunk.conv.weight"]
+    save_checkpoint({"list": [1, (weight, "b")]}, Path(folder) / "last.pt", current_ranks())
+    return whole(weight)
+
+
+def test_what_is_spread_in_lists_is_whole_again(pool: Pool, tmp_path: Path) -> None:
+    expected, *_ = pool.run(in_lists, str(tmp_path))
+    one, (weight, word) = load_checkpoint(tmp_path / "last.pt")["list"]
+    assert (one, word) == (1, "b")
+    assert torch.equal(weight, expected)
+
+
+def no_file(folder: str) -> str:
+    """Rank 0 can't put its file there."""
+    return raised(save_checkpoint, stepped(), Path(folder) / "last.pt", current_ranks())
+
+
+def test_a_file_that_rank_0_cant_write_is_said_by_all(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "last.pt.partial").mkdir()
+    first, second = pool.run(no_file, str(tmp_path))
+    assert first.startswith(("OSError: ", "IsADirectoryError: "))
+    assert second.startswith("OSError: rank 0: ")
+    assert not list(tmp_path.glob("last-*.shards"))
 
 
 def full_on_the_second(folder: str) -> str:

@@ -17,6 +17,7 @@ from ranked import (
     batch,
     expected,
     made,
+    raised,
     step,
     tree,
     whole_parameters,
@@ -228,6 +229,60 @@ def test_what_only_ddp_takes(pool: Pool, name: str) -> None:
     found = pool.run(step, build, "ddp", windows, options, ranks=len(windows))
 
     assert_equal_steps(found, expected(build, windows, options))
+
+
+class Deaf(nn.Module):
+    """A head that takes no gradient to its features, without its task's mode saying so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        out: Tensor = self.linear(features.detach())
+        return out
+
+
+def deaf(mode: str, last: bool) -> MultiTaskModel:
+    torch.manual_seed(0)
+    tasks: dict[str, Task] = {"cls": Classification(4, head=nn.Linear(8, 4), target="cls")}
+    value = Regression(1, head=Deaf(), target="deaf", mode=mode)
+    tasks = {**tasks, "value": value} if last else {"value": value, **tasks}
+    return MultiTaskModel(nn.Linear(3, 8), tasks, inputs="x").double()
+
+
+def listening(*labels: str) -> list[Any]:
+    batches = []
+    for index, names in enumerate(labels):
+        made = plain_batch(3, seed=index, missing=0)
+        batches.append({"x": made["x"], "cls": made["cls"], "deaf": made["x"][:, :1]})
+        batches[-1] |= {name: None for name in ("cls", "deaf") if name not in names}
+    return batches
+
+
+def stepping(mode: str, last: bool, schedule: str, labels: list[str]) -> str:
+    model = made(partial(deaf, mode, last), "fsdp")
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule)
+    return raised(engine.step, listening(*labels))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "labels"),
+    [("sequential", ["cls deaf"]), ("sequential", ["cls", "deaf"]), ("split", ["cls deaf", "deaf"])],
+)
+def test_a_head_that_sends_nothing_back_must_say_so_under_fsdp(
+    pool: Pool, schedule: str, labels: list[str]
+) -> None:
+    for error in pool.run(stepping, "train", True, schedule, labels):
+        assert error.startswith("TaskError: under parallel=fsdp 'trunk' can't learn here: the last task")
+        assert "'value', and sends it no gradient" in error
+        assert "mode='detached'" in error
+    windows = [listening(*labels), listening(*labels)]
+    found = pool.run(step, partial(deaf, "detached", True), "fsdp", windows, {"schedule": schedule})
+    assert_equal_steps(found, expected(partial(deaf, "detached", True), windows, {}))
+    if labels == ["cls deaf"]:  # another task comes last
+        found = pool.run(step, partial(deaf, "train", False), "fsdp", windows, {"schedule": schedule})
+        assert_equal_steps(found, expected(partial(deaf, "train", False), windows, {}))
 
 
 # --- closed forms ----------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ OPTIONS = {
     "groups and chunks": [
         "+tasks=[seg,cls,number]",
         "engine.groups=[[cls,number]]",
+        "engine.chunks={seg:2}",
         "engine.batchnorm=freeze",
     ],
     "half precision": ["+tasks=[seg,cls]", "engine.precision=bf16"],
@@ -80,7 +81,8 @@ def test_trainings_need_what_is_predicted(name: str, run: Run, tmp_path: Path) -
     def predict(config: RunConfig) -> int:
         engine = config.engine
         groups = tuple(tuple(group) for group in engine.groups)
-        how = How(engine.schedule, config.micro_batches, tuple(engine.recompute), groups)
+        chunks = tuple(engine.chunks.items())
+        how = How(engine.schedule, config.micro_batches, tuple(engine.recompute), groups, chunks)
         found.append(fake_training(config, "cpu")[0].predict(how))
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -141,6 +142,24 @@ NO_LABELS = r"no label of any task \(seg, cls\): give one with labels of all"
 def test_batches_that_tell_nothing_are_refused(given: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         find_plan(build, given, budget_bytes="10MiB")
+
+
+def test_where_no_task_is_trained_that_is_said() -> None:
+    def off() -> MultiTaskModel:
+        model = build()
+        for task in model.tasks_by_name().values():
+            task.weight = 0.0
+        return model
+
+    with pytest.raises(ConfigError, match="no task is trained"):
+        find_plan(off, batch(), budget_bytes="10MiB")
+
+
+def test_a_real_model_that_cant_be_copied_is_explained() -> None:
+    model = build()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(PredictionError, match="a model with real parameters is copied .* can't be: .*lock"):
+        find_plan(lambda: model, batch(), budget_bytes="10MiB")
 
 
 def test_a_task_without_labels_is_said_not_to_be_planned_for() -> None:

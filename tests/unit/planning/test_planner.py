@@ -353,12 +353,14 @@ def test_chunks_of_heads_without_random_numbers_are_exact_beside_a_batchnorm() -
 
 
 def test_heads_that_draw_are_not_cut_into_chunks_while_something_exact_fits() -> None:
-    for part in (0.9, 0.7, 0.5):
-        whole = plans_of("dropout in heads")
-        assert whole.recommended is not None
-        plan = plans_of("dropout in heads", round(part * whole.recommended.peak_bytes)).recommended
-        assert plan is not None
-        assert plan.exactness > 0 or not plan.how.chunks
+    whole = plans_of("dropout in heads")
+    exact = min(plan.peak_bytes for plan in whole.front if plan.exactness == 0)
+    assert whole.smallest.peak_bytes < exact
+    plan, below = (plans_of("dropout in heads", budget).recommended for budget in (exact, exact - 1))
+    assert plan is not None
+    assert (plan.exactness, plan.how.chunks) == (0, ())
+    assert below is not None
+    assert below.exactness == 1
 
 
 def test_plans_are_as_cheap_as_any_that_is_found_by_trying_them_all() -> None:
@@ -398,12 +400,26 @@ def test_heads_of_different_modes_share_nothing() -> None:
     assert plan.how.groups == ()
 
 
+def wide() -> MultiTaskModel:
+    """Heads of few operations that keep much."""
+    heads = {name: Scored(nn.Sequential(nn.Conv2d(6, 1, 1), nn.Upsample(scale_factor=20))) for name in "ab"}
+    return MultiTaskModel(shared(), heads, inputs="image").double()
+
+
 def test_groups_that_do_not_fit_are_not_made() -> None:
-    training = training_of("linear heads")
-    alone = training.predict(How("split")).peak_bytes
-    together = training.predict(How("split", groups=(tuple(f"t{i}" for i in range(6)),))).peak_bytes
-    plan = plans_of("linear heads", max(alone, together) - 1).recommended
-    assert plan is None or not plan.how.groups or together < alone
+    training = FakeTraining(wide, batch_of(), build_optimizer=sgd)
+    alone, together = (
+        training.predict(How("split", groups=groups)).peak_bytes for groups in ((), (("a", "b"),))
+    )
+    assert alone < together
+
+    def groups(budget_bytes: int) -> tuple[tuple[str, ...], ...]:
+        plan = find_plan(wide, batch_of(), budget_bytes=budget_bytes, build_optimizer=sgd).recommended
+        assert plan is not None
+        return plan.how.groups
+
+    assert groups(together) == (("a", "b"),)
+    assert groups(together - 1) == ()
 
 
 # --- batches and labels -------------------------------------------------------------------------------------
