@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -33,6 +34,8 @@ def check(config: RunConfig) -> int:
 
 def main() -> None:
     """Exit with an error if any line fails."""
+    # as under torchrun with one process, so that the options for several ranks are built too
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     print(f"configs from {config_dir()}")
     lines = overrides()
     failed = [line for line in lines if run_command("train", check, line) != 0]
