@@ -120,7 +120,6 @@ def measured(name: str, optimizer: str, how: How, **arguments: Any) -> int:
 WAYS = [
     How("summed", 4, ("trunk",)),
     How("sequential", 1),
-    How("split", 4),
     How("split", 1, ("trunk",)),
 ]
 
