@@ -7,27 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
 from mtaccum.batch import batch_size_of
 from mtaccum.engine import SCHEDULES
-from mtaccum.engine.norms import batch_normalised
 from mtaccum.errors import BatchError, BudgetError, ConfigError, MtaccumError, PredictionError, listed
 from mtaccum.memory import FakeTraining, How, Prediction
 from mtaccum.memory.predict import BuildModel, BuildOptimizer
 from mtaccum.model import ROOT
 from mtaccum.model.tree import Tree
 from mtaccum.planning.budget import Budget, budget_of
+from mtaccum.planning.facts import Facts, Heads
 from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan, PlanReport, refusal
 from mtaccum.planning.profile import Chain
 from mtaccum.planning.search import Branch, Choice, Share
 from mtaccum.planning.watcher import profile_of
 
 _CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
-_SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
 _WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
 _TRUSTED = 1.1  # what the search promises is this right, at least
 _MOST_CHUNKS = 64  # of a head's micro-batch: with more of them a step takes long
@@ -37,8 +35,6 @@ _OTHER_ON_CUDA = {
     "dropout": ("dropout", "bernoulli"),
     "scaled dot-product attention": ("scaled_dot_product",),
 }
-
-Heads = frozenset[str]
 
 
 class _Promise(NamedTuple):
@@ -143,7 +139,7 @@ class _Planner:
             raise BatchError(
                 f"the batch has no label of any task ({listed(enabled)}): give one with labels of all."
             )
-        self._facts = _Facts(training, self._profile.chains)
+        self._facts = Facts(training, self._profile.chains)
         self._forests: dict[tuple[int, Heads], Branch] = {}
         self._plans: dict[How, Plan | None] = {}
         self._errors: dict[How, str] = {}
@@ -343,66 +339,6 @@ class _Planner:
 
     def _fits(self, plan: Plan) -> bool:
         return plan.peak_bytes <= self.budget_bytes
-
-
-class _Facts:
-    """What of a model decides which levers are exact.
-
-    Attributes:
-        tree: of the tasks that have labels.
-        chunkable: heads whose samples don't see each other, and whose loss is a mean over labels.
-        quiet: those of them that draw no random numbers.
-    """
-
-    def __init__(self, training: FakeTraining, chains: dict[str, Chain]) -> None:
-        self._model = model = training.model
-        self._chains = chains
-        self._tasks = [name for name in model.tasks if name in chains]
-        self.tree = model.tree(self._tasks)
-        freezes = training.batchnorm == "freeze"
-        modules = {node: module for node, module in model.own_modules().items() if node in chains}
-        self._coupled = [
-            layer
-            for node, module in modules.items()
-            for layer in (() if freezes else batch_normalised(module, prefix=node))
-        ]
-        self._not_additive = [name for name in self._tasks if not model.task(name).additive]
-        self._drawing = [node for node, chain in chains.items() if chain.draws]
-        self._changing = [node for node, chain in chains.items() if chain.changes]
-        self.chunkable = frozenset(
-            name
-            for name in self._tasks
-            if name not in (*self._not_additive, *self._changing)
-            and (freezes or not batch_normalised(modules[name]))
-        )
-        self.quiet = self.chunkable - set(self._drawing)
-
-    def exactness(self, micro_batches: int, chunked: Heads) -> tuple[int, str]:
-        """How exact a plan's gradients are, and why not more."""
-        if micro_batches > 1 and self._coupled:
-            return INEXACT, f"BatchNorm normalises by the micro-batch ({listed(self._coupled, 3)})"
-        if micro_batches > 1 and self._not_additive:
-            return INEXACT, f"the loss of {listed(self._not_additive)} is no mean over labels"
-        if micro_batches > 1 and self._changing:
-            return INEXACT, f"each micro-batch changes a state in {listed(self._changing)} (spectral norm?)"
-        drawing = [n for n in self._drawing if n in chunked or micro_batches > 1]
-        if drawing:
-            return IN_DISTRIBUTION, f"other random numbers (dropout) in {listed(drawing)}"
-        return EXACT, ""
-
-    def small_heads(self, plan: Plan, flops: int) -> Iterator[tuple[str, ...]]:
-        """Groups of neighbouring small heads on one node; as neighbours they run in the same order as before,
-        and draw the same random numbers."""
-        busy = {name for name, _ in plan.how.chunks} | {part.split(".")[0] for part in plan.how.recompute}
-
-        def place(name: str) -> tuple[Any, ...]:
-            small = 3 * self._chains[name].total_flops <= _SMALL * flops and name not in busy
-            return (small, self._model.paths[name][:-1], self._model.task(name).mode)
-
-        for (small, *_), names in groupby(self._tasks, key=place):
-            group = tuple(names)
-            if small and len(group) > 1:
-                yield group
 
 
 def _measures(plan: Plan) -> tuple[float, ...]:

@@ -1,0 +1,77 @@
+"""Facts: what of a model decides which levers are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from mtaccum.engine.norms import batch_normalised
+from mtaccum.errors import listed
+from mtaccum.memory import FakeTraining
+from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan
+from mtaccum.planning.profile import Chain
+
+_SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
+
+Heads = frozenset[str]
+
+
+class Facts:
+    """What is known of a training's model before any plan is tried.
+
+    Attributes:
+        tree: of the tasks that have labels.
+        chunkable: heads whose samples don't see each other, and whose loss is a mean over labels.
+        quiet: those of them that draw no random numbers.
+    """
+
+    def __init__(self, training: FakeTraining, chains: dict[str, Chain]) -> None:
+        self._model = model = training.model
+        self._chains = chains
+        self._tasks = [name for name in model.tasks if name in chains]
+        self.tree = model.tree(self._tasks)
+        freezes = training.batchnorm == "freeze"
+        modules = {node: module for node, module in model.own_modules().items() if node in chains}
+        self._coupled = [
+            layer
+            for node, module in modules.items()
+            for layer in (() if freezes else batch_normalised(module, prefix=node))
+        ]
+        self._not_additive = [name for name in self._tasks if not model.task(name).additive]
+        self._drawing = [node for node, chain in chains.items() if chain.draws]
+        self._changing = [node for node, chain in chains.items() if chain.changes]
+        self.chunkable = frozenset(
+            name
+            for name in self._tasks
+            if name not in (*self._not_additive, *self._changing)
+            and (freezes or not batch_normalised(modules[name]))
+        )
+        self.quiet = self.chunkable - set(self._drawing)
+
+    def exactness(self, micro_batches: int, chunked: Heads) -> tuple[int, str]:
+        """How exact a plan's gradients are, and why not more."""
+        if micro_batches > 1 and self._coupled:
+            return INEXACT, f"BatchNorm normalises by the micro-batch ({listed(self._coupled, 3)})"
+        if micro_batches > 1 and self._not_additive:
+            return INEXACT, f"the loss of {listed(self._not_additive)} is no mean over labels"
+        if micro_batches > 1 and self._changing:
+            return INEXACT, f"each micro-batch changes a state in {listed(self._changing)} (spectral norm?)"
+        drawing = [n for n in self._drawing if n in chunked or micro_batches > 1]
+        if drawing:
+            return IN_DISTRIBUTION, f"other random numbers (dropout) in {listed(drawing)}"
+        return EXACT, ""
+
+    def small_heads(self, plan: Plan, flops: int) -> Iterator[tuple[str, ...]]:
+        """Groups of neighbouring small heads on one node; as neighbours they run in the same order as before,
+        and draw the same random numbers."""
+        busy = {name for name, _ in plan.how.chunks} | {part.split(".")[0] for part in plan.how.recompute}
+
+        def place(name: str) -> tuple[Any, ...]:
+            small = 3 * self._chains[name].total_flops <= _SMALL * flops and name not in busy
+            return (small, self._model.paths[name][:-1], self._model.task(name).mode)
+
+        for (small, *_), names in groupby(self._tasks, key=place):
+            group = tuple(names)
+            if small and len(group) > 1:
+                yield group
