@@ -190,3 +190,27 @@ def test_a_full_disk_on_one_rank_is_said_by_all_and_leaves_the_previous_state(
 
     assert sorted(os.listdir(tmp_path)) == there
     assert_holds(load_checkpoint(tmp_path / "last.pt"), expected)
+
+
+def interrupted_on_the_second(folder: str) -> str:
+    """Ctrl-C while one rank writes."""
+    state = stepped()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.default_int_handler)
+    try:
+        if not current_ranks().first:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        return raised(save_checkpoint, state, Path(folder) / "last.pt", current_ranks())
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_ctrl_c_while_parts_are_written_is_no_full_disk(pool: Pool, tmp_path: Path) -> None:
+    expected, *_ = pool.run(saved, str(tmp_path))
+
+    assert pool.run(interrupted_on_the_second, str(tmp_path)) == ["KeyboardInterrupt"] * 2
+
+    assert_holds(load_checkpoint(tmp_path / "last.pt"), expected)

@@ -177,19 +177,19 @@ def samples_of(architecture: Architecture) -> int:
     return 1 if architecture.sizes == (1, 1, 1) else 7
 
 
-def hows_of(name: str) -> list[How]:
-    """One schedule; it, what is recomputed and K go round from one architecture to the next."""
+def how_of(name: str) -> How:
+    """Schedule, what is recomputed and K go round from one architecture to the next."""
     architecture, place = ARCHITECTURES[name], list(ARCHITECTURES).index(name)
-    recomputes = architecture.recomputes()
     schedule, accumulate = SCHEDULE_NAMES[place % 3], (1, 3)[place // 3 % 2]
-    return [How(schedule, min(samples_of(architecture), accumulate), recomputes[place % len(recomputes)])]
+    recomputes = architecture.recomputes()
+    return How(schedule, min(samples_of(architecture), accumulate), recomputes[place % len(recomputes)])
 
 
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in {**NOT_PREDICTED, **DIFFERENT}])
 def test_architectures_need_what_is_predicted(name: str) -> None:
     architecture = ARCHITECTURES[name]
     batch = architecture.batch(samples_of(architecture), 0)
-    assert_predicted(architecture.model, batch, hows_of(name))
+    assert_predicted(architecture.model, batch, [how_of(name)])
 
 
 @pytest.mark.parametrize("name", NOT_PREDICTED)

@@ -39,3 +39,12 @@ def test_handlers_and_timer_are_as_before_afterwards() -> None:
         signal.raise_signal(signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_loop_that_obeys_has_the_time_it_needs_to_save() -> None:
+    with interruptible() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        interrupt.obey()
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
