@@ -8,7 +8,16 @@ each other.
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+from mtaccum.tasks import registry
 
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which files share a process is chance, and a task that one registers must not be another's."""
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))

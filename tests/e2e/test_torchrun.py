@@ -312,7 +312,7 @@ def check_loads(folder: Path) -> None:
 
 
 def test_two_nodes_go_on_with_fsdp_and_three_ranks_after_them(
-    trained: tuple[Path, subprocess.CompletedProcess[str]], forked: Forked
+    trained: tuple[Path, subprocess.CompletedProcess[str]], forked: Forked, tmp_path: Path
 ) -> None:
     folder, _ = trained
     check_loads(folder / "here")
@@ -321,7 +321,9 @@ def test_two_nodes_go_on_with_fsdp_and_three_ranks_after_them(
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         endpoint = f"localhost:{probe.getsockname()[1]}"
-    nodes = [f"--nnodes 2 --node-rank {n} --nproc-per-node 1 --rdzv-endpoint {endpoint}" for n in (0, 1)]
+    node = f"--nnodes 2 --nproc-per-node 1 --rdzv-endpoint {endpoint} --node-rank"
+    # The second node's rank writes to files: its torchrun complains where the first one's ends before it.
+    nodes = [f"{node} 0", f"{node} 1 --redirects 3 --log-dir {shlex.quote(str(tmp_path))}"]
     fsdp = [*more, "parallel=fsdp", "hydra.run.dir=fsdp"]
     processes = [start(folder, *fsdp, nodes=node) for node in nodes]
     alone = [*more, "batch_size=16", "accumulate=2", "hydra.run.dir=more"]
@@ -330,7 +332,8 @@ def test_two_nodes_go_on_with_fsdp_and_three_ranks_after_them(
 
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "going on from step 4" in first.stdout
-    assert second.stdout == second.stderr == ""
+    written = {path.name: path.read_text() for path in tmp_path.rglob("*.log")}
+    assert written == {"stdout.log": "", "stderr.log": ""}
     assert one.codes == [0], one.err
     close_metrics(summary(folder / "fsdp"), summary(folder / "more"))
     losses = [lines_of(folder / name / "metrics.jsonl")[-1]["loss/seg"] for name in ("fsdp", "more")]

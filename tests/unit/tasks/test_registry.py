@@ -10,11 +10,6 @@ from mtaccum import Classification, ConfigError, Regression, Segmentation, Task,
 from mtaccum.tasks import registry, task_class, task_types
 
 
-@pytest.fixture(autouse=True)
-def _leave_the_registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
-
-
 class Entry:
     """What importlib.metadata gives for an installed package's entry point."""
 
