@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtaccum.batch import get_field
-from mtaccum.errors import ConfigError
+from mtaccum.errors import BatchError, ConfigError
 from mtaccum.model.heads import DenseHead, PooledHead
 from mtaccum.tasks.base import check_weight
 from mtaccum.tasks.colours import paint_classes
@@ -54,7 +53,12 @@ class _Classes(Labelled):
 
     def _target(self, batch: Any) -> Tensor:
         """Labels (batch, ...) as int64."""
-        target: Tensor = get_field(batch, self.target)
+        target = self.labels(batch)
+        if target.numel() and target.is_floating_point():
+            raise BatchError(
+                f"the target {self.target!r} is of {target.dtype}, and must hold the numbers of classes. "
+                f"Convert whole ones with .long(); for probabilities of classes write a task of your own."
+            )
         return target.long()
 
     def loss(self, prediction: Tensor, batch: Any) -> Tensor:
@@ -147,12 +151,13 @@ class Segmentation(_Classes):
 
     def draw(self, prediction: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Classes in colours, with ignored labels in grey; None without a target, or if there are no pixels:
-        the prediction must be logits (batch, num_classes, h, w)."""
+        the prediction must be logits (batch, num_classes, h, w), the labels integers (batch, h, w)."""
         if not isinstance(prediction, Tensor) or prediction.dim() != 4 or not self.has_target(batch):
             return None
-        target = self._target(batch)
-        if target.dim() != 3:
+        target = self.labels(batch)
+        if target.dim() != 3 or target.is_floating_point():
             return None
+        target = target.long()
         valid = (target != self.ignore_index) & (target >= 0) & (target < self.num_classes)
         return paint_classes(prediction.argmax(dim=1)), paint_classes(target, valid)
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtaccum.batch import get_field
-from mtaccum.errors import ConfigError
+from mtaccum.errors import BatchError, ConfigError
+from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
 
 
@@ -28,6 +29,20 @@ class Labelled(Task):
     def has_target(self, batch: Any) -> bool:
         """Whether the batch has the entry, and it is not None."""
         return get_field(batch, self.target, None) is not None
+
+    def labels(self, batch: Any) -> Tensor:
+        """The batch's entry with the labels.
+
+        Raises:
+            BatchError: the batch has no such entry, or it isn't a tensor.
+        """
+        target = get_field(batch, self.target)
+        if not isinstance(target, Tensor):
+            raise BatchError(
+                f"the target {self.target!r} is {describe(target)}, and must be one tensor. Make it one with "
+                f"torch.as_tensor, where the batch is made."
+            )
+        return target
 
 
 def own_or_builtin(

@@ -86,7 +86,7 @@ class Regression(Labelled):
 
     def _target_and_valid(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The target with NaN and masked values replaced by 0, and which values count; same shape."""
-        target = get_field(batch, self.target)
+        target = self.labels(batch)
         valid = ~torch.isnan(target)
         if self.mask is not None:
             mask = get_field(batch, self.mask).bool()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mtaccum import Classification, ConfigError, Regression, Segmentation, Task, TaskError
+from mtaccum import BatchError, Classification, ConfigError, Regression, Segmentation, Task, TaskError
 
 NAN = float("nan")
 LOG3, LOG2 = math.log(3), math.log(2)
@@ -71,6 +73,27 @@ def test_labels_of_small_integer_types_are_read() -> None:
     batch = {"seg": torch.tensor([[[0, 255]]], dtype=torch.uint8)}
     assert seg().loss(torch.zeros(1, 3, 1, 2), batch).item() == pytest.approx(LOG3)
     assert number(seg().count(batch)) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "named"),
+    [
+        (torch.tensor([0.7, 1.0]), "torch.float32"),  # the index 0, if it were cut off
+        (torch.rand(2, 3).half(), "torch.float16"),
+        (np.array([0, 1]), "ndarray"),
+        ([0, 1], "list(int, int)"),
+    ],
+)
+def test_what_can_not_be_classes_is_refused_rather_than_cut_off(labels: Any, named: str) -> None:
+    for call in (cls().count, cls().label_range, lambda batch: cls().loss(torch.zeros(2, 3), batch)):
+        with pytest.raises(BatchError, match=re.escape(named)) as caught:
+            call({"cls": labels})
+        assert "'cls'" in str(caught.value)
+
+
+def test_regression_too_takes_tensors_only() -> None:
+    with pytest.raises(BatchError, match=r"ndarray.*torch.as_tensor"):
+        reg().count({"depth": np.zeros(2)})
 
 
 def test_class_weights_follow_the_precision_of_the_logits() -> None:

@@ -98,8 +98,9 @@ def test_what_is_no_plane_of_pixels_is_not_drawn(prediction: Any) -> None:
     assert depth().draw(prediction, batch) is None
 
 
-def test_labels_that_are_no_plane_are_not_drawn() -> None:
-    assert seg().draw(torch.zeros(1, 3, 2, 2), {"seg": torch.zeros(1, 1, 2, 2)}) is None
+@pytest.mark.parametrize("labels", [torch.zeros(1, 1, 2, 2, dtype=torch.long), torch.zeros(1, 2, 2)])
+def test_labels_that_are_no_plane_of_classes_are_not_drawn(labels: torch.Tensor) -> None:
+    assert seg().draw(torch.zeros(1, 3, 2, 2), {"seg": labels}) is None
 
 
 # --- regression -------------------------------------------------------------------------------------------
