@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -130,9 +131,12 @@ def report_unexplained(error: Exception) -> int:
 
 
 def leave(code: int) -> int:
-    """The exit code; after a failure under torchrun the process ends here, without waiting for the others,
-    which may wait for it."""
-    if code and launched():
+    """The exit code. Under torchrun the process ends here: after a failure without waiting for the others,
+    which may wait for it; after a success because DDP never lets go of its process group, and a thread of
+    gloo that wants Python once more while that ends brings SIGABRT."""
+    if launched():
+        if not code:
+            atexit._run_exitfuncs()  # what Python would do first
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks
+from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks, forget_groups
 
 TIMEOUT_S = 300.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -55,4 +55,5 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     yield current_ranks()
     # after an error the others may be anywhere; the process ends, and they see that
+    forget_groups()
     dist.destroy_process_group()

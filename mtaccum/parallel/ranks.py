@@ -25,12 +25,16 @@ class Ranks:
     Attributes:
         rank: which one this is, from 0.
         size: how many there are.
-        host: a group for tensors in the host's memory.
     """
 
     rank: int = 0
     size: int = 1
-    host: Any = None
+
+    @property
+    def host(self) -> Any:
+        """The group for tensors in the host's memory; None alone. It isn't held here, since a group ends with
+        the last one that holds it."""
+        return None if self.size == 1 else _found[0].host
 
     @property
     def first(self) -> bool:
@@ -116,7 +120,18 @@ def _become(tensor: Tensor, values: Tensor) -> None:
 
 
 ALONE = Ranks()
-_found: list[tuple[Any, Ranks]] = []  # the default group, and the ranks in it
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """PyTorch's default group, a further one for agreements, and the ranks in both."""
+
+    world: Any
+    host: Any
+    ranks: Ranks
+
+
+_found: list[_Groups] = []
 
 
 def current_ranks() -> Ranks:
@@ -124,11 +139,17 @@ def current_ranks() -> Ranks:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ALONE
     group = dist.group.WORLD
-    if not _found or _found[0][0] is not group:
+    if not _found or _found[0].world is not group:
         # a group of its own, so that these agreements never stand in line behind gradients
         host = dist.new_group(backend="gloo", timeout=_timeout_of(group))
-        _found[:] = [(group, Ranks(dist.get_rank(), dist.get_world_size(), host))]
-    return _found[0][1]
+        _found[:] = [_Groups(group, host, Ranks(dist.get_rank(), dist.get_world_size()))]
+    return _found[0].ranks
+
+
+def forget_groups() -> None:
+    """Hold no process group any longer. Gloo's threads end with their group; one that still lets go of a
+    tensor when Python ends would end the process by SIGABRT."""
+    _found.clear()
 
 
 def _timeout_of(group: Any) -> timedelta | None:

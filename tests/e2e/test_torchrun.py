@@ -314,16 +314,17 @@ def check_loads(folder: Path) -> None:
 def test_two_nodes_go_on_with_fsdp_and_three_ranks_after_them(
     trained: tuple[Path, subprocess.CompletedProcess[str]], forked: Forked, tmp_path: Path
 ) -> None:
-    folder, _ = trained
-    check_loads(folder / "here")
+    check_loads(trained[0] / "here")
+    folder, logs = tmp_path / "more", tmp_path / "logs"
+    folder.mkdir()
     arguments = ["+tasks=[seg,cls]", *SMALL]
-    more = [*arguments, "trainer.max_steps=5", "resume=here"]
+    more = [*arguments, "trainer.max_steps=5", f"resume={trained[0]}/here"]
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         endpoint = f"localhost:{probe.getsockname()[1]}"
     node = f"--nnodes 2 --nproc-per-node 1 --rdzv-endpoint {endpoint} --node-rank"
     # The second node's rank writes to files: its torchrun complains where the first one's ends before it.
-    nodes = [f"{node} 0", f"{node} 1 --redirects 3 --log-dir {shlex.quote(str(tmp_path))}"]
+    nodes = [f"{node} 0", f"{node} 1 --redirects 3 --log-dir {shlex.quote(str(logs))}"]
     fsdp = [*more, "parallel=fsdp", "hydra.run.dir=fsdp"]
     processes = [start(folder, *fsdp, nodes=node) for node in nodes]
     alone = [*more, "batch_size=16", "accumulate=2", "hydra.run.dir=more"]
@@ -332,7 +333,7 @@ def test_two_nodes_go_on_with_fsdp_and_three_ranks_after_them(
 
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert "going on from step 4" in first.stdout
-    written = {path.name: path.read_text() for path in tmp_path.rglob("*.log")}
+    written = {path.name: path.read_text() for path in logs.rglob("*.log")}
     assert written == {"stdout.log": "", "stderr.log": ""}
     assert one.codes == [0], one.err
     close_metrics(summary(folder / "fsdp"), summary(folder / "more"))
@@ -362,6 +363,45 @@ def test_resuming_must_know_what_is_left(
     assert (epochs.codes, size.codes) == ([2], [2])
     assert "a step on 1 ranks has 8 samples, and had 16 on 2" in epochs.err[0]
     assert "batch_size: 4 (was 8)" in size.err[0]
+
+
+# --- all end well -----------------------------------------------------------------------------------------
+
+# A thread of gloo that lets go of a tensor while Python ends aborts the process.
+ENDING = """
+import atexit, os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from mtaccum.config.ranks import leave
+from mtaccum.parallel import joined
+
+def groups():
+    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop\\n")
+
+with joined() as ranks:
+    kept = dist.new_group()
+    for group in (None, ranks.host, kept):
+        dist.barrier(group)
+    before = groups()
+print(f"{before} groups, then {groups()}\\n", end="", flush=True)
+
+for _ in range(2000):
+    dist.all_reduce(torch.rand(2), group=kept, async_op=True)
+atexit.register(print, "goodbye\\n", end="")
+leave(0)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="counts the process's threads, as Linux does"
+)
+def test_nothing_of_gloo_aborts_a_process_that_ends_well(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text(ENDING)
+    (done,) = finish(start(tmp_path, module="ending"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["3 groups, then 1"] * 2 + ["goodbye"] * 2
 
 
 # --- one rank fails ---------------------------------------------------------------------------------------

@@ -211,6 +211,7 @@ def test_it_names_each_planted_fault(
 ) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "planted", raising=False)  # so that it registers its tasks anew
     arguments = [*options, "plugins=[planted]", *(f"+tasks.{name}={{type: {name}}}" for name in tasks)]
     code, printed = run(*arguments, capsys=capsys, folder=tmp_path)
     assert code == 1, printed
