@@ -89,7 +89,7 @@ def test_a_row_shows_input_prediction_and_label_with_white_gaps() -> None:
 
 def test_each_input_goes_from_its_least_to_its_largest_value_in_all_channels_together() -> None:
     image = torch.tensor([[[[-4.0]], [[0.0]], [[4.0]]], [[[10.0]], [[20.0]], [[10.0]]]])
-    batch = {"image": image, "seg": torch.zeros(2, 1, 1)}
+    batch = {"image": image, "seg": torch.zeros(2, 1, 1, dtype=torch.long)}
     picture = draw_pictures(model_of(seg=seg()), [batch], 2)["seg"]
     assert pixels(picture, 0, 0, 1, 1) == ["0080ff"]
     assert pixels(picture, 1, 0, 1, 1) == ["00ff00"]
@@ -97,14 +97,14 @@ def test_each_input_goes_from_its_least_to_its_largest_value_in_all_channels_tog
 
 @pytest.mark.parametrize("value", [0.0, 7.0, float("nan"), float("inf")])
 def test_an_input_of_one_value_or_none_is_no_error(value: float) -> None:
-    batch = {"image": torch.full((1, 3, 2, 2), value), "seg": torch.zeros(1, 2, 2)}
+    batch = {"image": torch.full((1, 3, 2, 2), value), "seg": torch.zeros(1, 2, 2, dtype=torch.long)}
     picture = draw_pictures(model_of(seg=seg()), [batch], 1)["seg"]
     assert pixels(picture, 0, 2) == [BLACK] * 4
 
 
 def test_an_infinite_value_of_an_input_leaves_the_others_their_scale() -> None:
     image = torch.tensor([[[[float("inf"), 0.0], [1.0, float("nan")]]]])
-    batch = {"image": image, "seg": torch.zeros(1, 2, 2)}
+    batch = {"image": image, "seg": torch.zeros(1, 2, 2, dtype=torch.long)}
     picture = draw_pictures(model_of(seg=seg()), [batch], 1)["seg"]
     assert pixels(picture, 0, 0) == [WHITE, BLACK, WHITE, BLACK]
 
@@ -258,7 +258,7 @@ def test_each_enabled_dense_task_has_its_picture() -> None:
 
 
 def test_a_task_is_drawn_from_the_batches_that_hold_its_target() -> None:
-    first = {"image": torch.rand(1, 1, 2, 2), "seg": torch.ones(1, 2, 2), "depth": None}
+    first = {"image": torch.rand(1, 1, 2, 2), "seg": torch.ones(1, 2, 2, dtype=torch.long), "depth": None}
     without = {"image": torch.rand(1, 1, 2, 2), "depth": torch.rand(1, 1, 2, 2)}
     # without a target, this task can't even predict
     drawn = draw_pictures(model_of(seg=seg(size_like="seg"), depth=depth()), [first, without], 4)
