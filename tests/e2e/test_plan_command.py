@@ -1,4 +1,4 @@
-"""python -m mtaccum.plan and plan=auto, as a user types them."""
+"""python -m mtaccum.plan and plan=auto: what a user types, and what comes of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Forked
 
+EVALUATES = "data.eval_batch_size=16"
 SHORT = ["trainer.max_steps=2", "trainer.eval_every=0", "data.train.size=64", "data.val.size=16"]
 
 
-def run(module: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"mtaccum.{module}", *arguments, "data.eval_batch_size=16"]
+def typed(name: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"mtaccum.{name}", *arguments, EVALUATES]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def plan(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return run("plan", ["batch_size=32", f"hydra.run.dir={folder / 'plan'}", *arguments], folder)
+def plan(arguments: list[str], folder: Path, forked: Forked) -> subprocess.CompletedProcess[str]:
+    options = ["batch_size=32", f"hydra.run.dir={folder / 'plan'}", EVALUATES]
+    return forked.command(folder, "plan", *options, *arguments)
 
 
 def json_in(path: Path) -> dict[str, Any]:
@@ -29,7 +32,8 @@ def json_in(path: Path) -> dict[str, Any]:
 
 
 def test_what_is_recommended_trains_within_the_budget_when_pasted(tmp_path: Path) -> None:
-    done = plan(["+tasks=[seg,cls,depth]", "memory.budget=20MiB"], tmp_path)
+    options = ["batch_size=32", "memory.budget=20MiB", f"hydra.run.dir={tmp_path / 'plan'}"]
+    done = typed("plan", ["+tasks=[seg,cls,depth]", *options], tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.rstrip().splitlines()
     assert sum(line.startswith("->") for line in lines) == 2
@@ -42,7 +46,7 @@ def test_what_is_recommended_trains_within_the_budget_when_pasted(tmp_path: Path
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
     assert list((tmp_path / "plan").glob("events.out.tfevents.*"))
 
-    trained = run(
+    trained = typed(
         "train", ["+tasks=[seg,cls,depth]", *pasted, *SHORT, f"hydra.run.dir={tmp_path / 'run'}"], tmp_path
     )
     assert trained.returncode == 0, trained.stderr
@@ -52,8 +56,8 @@ def test_what_is_recommended_trains_within_the_budget_when_pasted(tmp_path: Path
     assert sum(summary["peak_by_kind"].values()) == summary["peak_bytes"]
 
 
-def test_what_does_not_fit_is_explained_and_ends_with_1(tmp_path: Path) -> None:
-    done = plan(["+tasks=[seg,cls]", "memory.budget=1MiB"], tmp_path)
+def test_what_does_not_fit_is_explained_and_ends_with_1(tmp_path: Path, forked: Forked) -> None:
+    done = plan(["+tasks=[seg,cls]", "memory.budget=1MiB"], tmp_path, forked)
     assert done.returncode == 1
     smallest = json_in(tmp_path / "plan" / "plan.json")["smallest"]
     assert f"{smallest['peak_bytes']:,} bytes" in done.stdout
@@ -78,28 +82,28 @@ def test_what_does_not_fit_is_explained_and_ends_with_1(tmp_path: Path) -> None:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_wrong_options_are_refused_with_what_is_valid(
-    arguments: list[str], words: str, tmp_path: Path
+    arguments: list[str], words: str, tmp_path: Path, forked: Forked
 ) -> None:
-    done = plan(["+tasks=[seg]", *arguments], tmp_path)
+    done = plan(["+tasks=[seg]", *arguments], tmp_path, forked)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "plan").exists()
 
 
-def test_an_absent_card_is_labelled_an_estimate_with_its_reserve(tmp_path: Path) -> None:
+def test_an_absent_card_is_labelled_an_estimate_with_its_reserve(tmp_path: Path, forked: Forked) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a card")
-    done = plan(["+tasks=[seg,cls]", "memory.budget=2GiB", "device=cuda"], tmp_path)
+    done = plan(["+tasks=[seg,cls]", "memory.budget=2GiB", "device=cuda"], tmp_path, forked)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("An estimate for a CUDA card that isn't there")
     assert "in reserve for context, workspaces and fragmentation" in done.stdout
 
 
-def test_a_training_plans_by_itself(tmp_path: Path) -> None:
-    arguments = ["+tasks=[seg,cls]", "plan=auto", "memory.budget=18MiB", "batch_size=32", *SHORT]
-    done = run("train", [*arguments, f"hydra.run.dir={tmp_path / 'run'}"], tmp_path)
+def test_a_training_plans_by_itself(tmp_path: Path, forked: Forked) -> None:
+    arguments = ["+tasks=[seg,cls]", "plan=auto", "memory.budget=18MiB", "batch_size=32", *SHORT, EVALUATES]
+    done = forked.command(tmp_path, "train", *arguments, f"hydra.run.dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     report = json_in(tmp_path / "run" / "plan.json")
     assert report["reasons"] in done.stdout
@@ -107,7 +111,9 @@ def test_a_training_plans_by_itself(tmp_path: Path) -> None:
     assert summary["schedule"] == report["recommended"]["schedule"]
     assert summary["accumulate"] == report["recommended"]["accumulate"]
     assert summary["peak_bytes"] <= 1.01 * 18 * 2**20
-    refused = run("train", [*arguments, "accumulate=2", f"hydra.run.dir={tmp_path / 'other'}"], tmp_path)
+    refused = forked.command(
+        tmp_path, "train", *arguments, "accumulate=2", f"hydra.run.dir={tmp_path / 'other'}"
+    )
     assert refused.returncode == 2
     assert "accumulate: a plan chooses that" in refused.stderr
     assert not (tmp_path / "other").exists()

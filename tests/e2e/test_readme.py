@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Forked
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,7 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shell(line: str, folder: Path) -> None:
+def shell(line: str, folder: Path, forked: Forked | None = None) -> None:
+    """Run a line; mtaccum's own commands in forked processes, if it is given who forks them."""
     words = shlex.split(line)
     if words[0] in ("python", "torchrun") and "mtaccum.train" in words and "--cfg" not in words:
         resumes = any(word.startswith("resume=") for word in words)
@@ -61,15 +63,18 @@ def shell(line: str, folder: Path) -> None:
         words.append("--help")  # test_benchmarks.py runs them
     if words[0] == "torchrun":
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    if words[0] == "python":
-        words[0] = sys.executable
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if forked is not None and words[:2] == ["python", "-m"] and words[2].startswith("mtaccum."):
+        done = forked.command(folder, words[2].removeprefix("mtaccum."), *words[3:])
+    else:
+        if words[0] == "python":
+            words[0] = sys.executable
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
 def test_snippets_and_commands_run_in_the_readers_order(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, forked: Forked
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -87,15 +92,15 @@ def test_snippets_and_commands_run_in_the_readers_order(
         else:
             for line in filter(None, text.splitlines()):
                 if line not in ELSEWHERE:
-                    shell(line, folder)
+                    shell(line, folder, forked)
 
 
-def test_commands_in_the_text_run(folder: Path) -> None:
+def test_commands_in_the_text_run(folder: Path, forked: Forked) -> None:
     """Those set in one line, `like this`."""
     commands = re.findall(r"`(python -m mtaccum\.\w+ [^`]*)`", README)
     assert commands
     for line in commands:
-        shell(line, folder)
+        shell(line, folder, forked)
 
 
 def test_what_is_executed_elsewhere_is_in_the_readme_and_in_ci() -> None:

@@ -1,13 +1,12 @@
 """Training on several ranks as a user types it: one run and one voice, and an end for all where one fails.
 
-Where torchrun itself matters, it starts the ranks; the others are forked (``forked.py``), which takes less
-time, and shows that they end without somebody who ends them.
+Where torchrun itself matters, it starts the ranks; the others are forked, which takes less time, and shows
+that they end without somebody who ends them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import socket
@@ -15,19 +14,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import LIMIT_S, Forked, environment, without_warning
 
 import mtaccum
 from mtaccum.data import DigitScenes
 from mtaccum.training import load_checkpoint
 
-LIMIT_S = 100  # for a job; what takes longer hangs
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SMALL = [
     "batch_size=8",
@@ -108,12 +105,6 @@ def task(kind: str) -> list[str]:
     return [f"+tasks.{kind}={{type: {kind}, num_classes: 10, target: cls}}", "plugins=[awkward_tasks]"]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    temporary = folder / "temporary"
-    temporary.mkdir(exist_ok=True)
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-
-
 def start(folder: Path, *arguments: str, module: str = "mtaccum.train", nodes: str = "") -> Any:
     """torchrun on two ranks of this machine, or as ``nodes`` says."""
     where = shlex.split(nodes or "--nproc-per-node 2")
@@ -140,68 +131,6 @@ def finish(*processes: Any) -> list[subprocess.CompletedProcess[str]]:
     return done
 
 
-@dataclass
-class Ended:
-    """What came of a job of forked ranks."""
-
-    codes: list[int]
-    ended: list[float]
-    out: list[str]
-    err: list[str]
-
-
-class Forked:
-    """Runs commands on forked ranks, several at the same time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._outputs = folder, 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("forked.py"))],
-            env=environment(folder),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._ready = False
-
-    def run(self, *jobs: dict[str, Any]) -> list[Ended]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        if not self._ready:
-            self._ready = self._process.stdout.readline() == "ready\n"
-        outputs = []
-        for job in jobs:
-            outputs.append(self._folder / f"job-{self._outputs}")
-            outputs[-1].mkdir()
-            self._outputs += 1
-            job["output"] = str(outputs[-1])
-        self._process.stdin.write(json.dumps(jobs) + "\n")
-        self._process.stdin.flush()
-        results = json.loads(self._process.stdout.readline())
-        return [
-            Ended(
-                **result,
-                out=[(output / f"out-{rank}").read_text() for rank in range(len(result["codes"]))],
-                err=[
-                    without_warning((output / f"err-{rank}").read_text())
-                    for rank in range(len(result["codes"]))
-                ],
-            )
-            for result, output in zip(results, outputs, strict=True)
-        ]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
-    forked = Forked(tmp_path_factory.mktemp("forked"))
-    yield forked
-    forked.close()
-
-
 def job(folder: Path, *arguments: str, **options: Any) -> dict[str, Any]:
     (folder / "awkward_tasks.py").write_text(PLUGIN)
     return {"folder": str(folder), "arguments": [*arguments], **options}
@@ -218,13 +147,6 @@ def lines_of(path: Path) -> list[dict[str, float]]:
 
 def state(folder: Path) -> dict[str, Any]:
     return load_checkpoint(folder / "last.pt")
-
-
-def without_warning(error: str) -> str:
-    """Standard error without the warning that BatchNorm sees a rank's part only, which is given once."""
-    rest, warnings = re.subn(r"(?m)^\S+ InexactWarning: BatchNorm normalises .*\n  .*\n", "", error)
-    assert warnings <= 1
-    return rest
 
 
 def empty_folders(folder: Path) -> list[Path]:

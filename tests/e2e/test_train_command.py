@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mtaccum
@@ -146,9 +147,10 @@ def test_loaded_model_predicts_and_evaluates_as_at_the_end(finished: tuple[Path,
         assert metrics[task] == pytest.approx(values, rel=1e-5)
 
 
-def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path) -> None:
+def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path, forked: Forked) -> None:
     arguments = ["+tasks=[seg,cls]", *SMALL, "accumulate=2"]
-    whole = run(tmp_path, *arguments, "trainer.max_steps=9", "hydra.run.dir=whole", "trainer.ema_decay=0.5")
+    arguments += ["trainer.max_steps=9", "trainer.ema_decay=0.5"]
+    whole = forked.command(tmp_path, "train", *arguments, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
     # killed after the checkpoint of step 6: everything later is lost, and a log line of a later step is there
     cut = tmp_path / "cut"
@@ -161,7 +163,7 @@ def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path) -
         "t.Trainer._save = kill\n"
         "from mtaccum.train import main; main()\n"
     )
-    rest = [*arguments, "trainer.max_steps=9", "hydra.run.dir=cut", "trainer.ema_decay=0.5"]
+    rest = [*arguments, "hydra.run.dir=cut"]
     killed = subprocess.run(
         [sys.executable, "-c", code, *rest], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False
     )
@@ -169,7 +171,7 @@ def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path) -
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "loss/se')
 
-    resumed = run(tmp_path, *rest, "resume=cut")
+    resumed = forked.command(tmp_path, "train", *rest, "resume=cut")
 
     assert resumed.returncode == 0, resumed.stderr
     a, b = (torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "cut"))
@@ -178,7 +180,7 @@ def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path) -
         for name, value in a[kind].items():
             torch.testing.assert_close(b[kind][name], value, msg=name)
     assert [line["step"] for line in lines_of(cut / "metrics.jsonl")] == [2, 4, 6, 8, 9]
-    finished = run(tmp_path, *rest, "resume=cut")
+    finished = forked.command(tmp_path, "train", *rest, "resume=cut")
     assert finished.returncode == 2
     assert "has 9 steps already" in finished.stderr
 
@@ -238,11 +240,12 @@ def test_terminal_gets_a_live_display(tmp_path: Path) -> None:
     assert "miou" in shown.decode()
 
 
-def test_the_schedules_agree_on_the_first_step(tmp_path: Path) -> None:
+def test_the_schedules_agree_on_the_first_step(tmp_path: Path, forked: Forked) -> None:
     losses = {}
     for engine in ("summed", "sequential", "split"):
-        done = run(
+        done = forked.command(
             tmp_path,
+            "train",
             "+tasks=[seg,cls,number,depth]",
             f"engine={engine}",
             *SMALL,

@@ -1,4 +1,4 @@
-"""Ranks without torchrun: forked from a process that has imported everything, so that a start costs little.
+"""Commands, on ranks or not, that are forked from a process that has imported everything already.
 
 A script that reads a line of JSON from standard input, a list of jobs to run at the same time, and answers by
 one, a list of what came of each. What ``torchrun`` sets in the environment is set here too, but nobody ends
@@ -22,7 +22,7 @@ from typing import Any
 # what trainings import on their way
 MODULES = (
     *("mtaccum.train", "mtaccum.plan", "mtaccum.verify", "torchmetrics", "torch.utils.tensorboard"),
-    *("torch.distributed.fsdp", "torch.distributed.tensor", "tensorboard.summary"),
+    *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "tensorboard.summary"),
 )
 
 
