@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mtaccum.batch import to_device
 from mtaccum.engine.arrangement import Arrangement
-from mtaccum.engine.bind import bind
 from mtaccum.engine.checks import (
     check_choice,
     check_comm_hook,
@@ -27,39 +22,24 @@ from mtaccum.engine.checks import (
     check_offload,
     check_optimizer,
     check_parallel,
-    check_plan,
     check_positive,
     check_precision,
     check_sharded,
     check_synchronised,
-    check_window,
-    unreached_parameters,
 )
-from mtaccum.engine.compiled import Compiled, units
-from mtaccum.engine.finite import (
-    BAD_HOOK,
-    REACTIONS,
-    Search,
-    SearchingLog,
-    Skips,
-    all_finite,
-    describe_gradients,
-)
+from mtaccum.engine.finite import BAD_HOOK, REACTIONS, Skips, all_finite, describe_gradients
 from mtaccum.engine.gradients import clip, drop_gradients, gradient_norm, gradients_set_aside
-from mtaccum.engine.inexact import Inexactness
-from mtaccum.engine.norms import check_norms, normalising, passes_of, synchronise_norms
-from mtaccum.engine.precision import Precision, fresh_casts
-from mtaccum.engine.recompute import Recompute
-from mtaccum.engine.replay import StateBefore, keeping_frozen
-from mtaccum.engine.result import LossLog, StepResult
+from mtaccum.engine.norms import check_norms, synchronise_norms
+from mtaccum.engine.passes import Passes
+from mtaccum.engine.precision import Precision, new_scaler
+from mtaccum.engine.replay import StateBefore
+from mtaccum.engine.result import StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.stages import STEP, stage
-from mtaccum.engine.together import keeping_none, prepare_nodes, with_stand_ins
 from mtaccum.engine.window import WindowPlan
-from mtaccum.errors import ConfigError, OptimizerError, listed
-from mtaccum.model.tree import ROOT, MultiTaskModel
+from mtaccum.errors import ConfigError, OptimizerError
+from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.ddp import Reducer
-from mtaccum.parallel.fsdp import check_modes, is_sharded
 
 
 class Engine:
@@ -143,8 +123,6 @@ class Engine:
             raise ConfigError("ReduceLROnPlateau needs a metric; step it yourself after an evaluation.")
         if optimizer is not None:
             check_optimizer(model, optimizer)
-            if precision == "fp16" and scaler is None:
-                scaler = torch.amp.GradScaler(model.device.type)
         else:
             check_nothing_for_step(
                 max_grad_norm=max_grad_norm,
@@ -152,18 +130,14 @@ class Engine:
                 on_gradients=on_gradients,
                 on_nonfinite=None if on_nonfinite == "raise" else on_nonfinite,
             )
-            if precision == "fp16" and scaler is None and backward is Tensor.backward:
-                raise ConfigError(
-                    "precision='fp16' needs scaled losses, or small gradients become 0: pass the scaler that "
-                    "your loop steps with, or a backward= that scales."
-                )
+        if precision == "fp16" and scaler is None:
+            scaler = new_scaler(model.device, steps=optimizer is not None, backward=backward)
         self._precision = Precision(precision, scaler)
         check_precision(model, precision, scaler)
         check_norms(model, batchnorm)
         check_offload(model, offload)
         self.arrangement = Arrangement.of(model, schedule, groups, {} if chunks is None else chunks)
         self.arrangement.check_coupling(model, freezes=batchnorm == "freeze")
-        self.offload = offload
         self.model = model
         self.optimizer = optimizer
         self.schedule = schedule
@@ -171,15 +145,22 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.scaler = scaler
         self.on_gradients = on_gradients
-        self.backward = backward
-        self.batchnorm = batchnorm
         self.ranks = check_parallel(model, parallel)
-        self._sharded = is_sharded(model)
         self._reducer = Reducer(self.ranks, comm_hook)
         check_comm_hook(model, comm_hook, self.ranks)
         self.steps = 0
         self.skips = Skips(on_nonfinite, max_skipped)
-        self._build(recompute, compile)
+        passes = partial(
+            Passes,
+            *(model, self.arrangement, self._precision, self.ranks),
+            schedule=schedule,
+            backward=backward,
+            batchnorm=batchnorm,
+            offload=offload,
+            recompute=recompute,
+            compile=compile,
+        )
+        self._passes = passes()
         check_synchronised(model, batchnorm, self.ranks)
         check_sharded(
             model,
@@ -190,21 +171,10 @@ class Engine:
         )
         if batchnorm == "sync":  # last: an engine that is refused has changed nothing
             synchronise_norms(model, stacklevel=2)
-            self._build(recompute, compile)
-        self._inexactness = Inexactness(
-            model, freezes=batchnorm == "freeze", repeats=schedule == "sequential"
-        )
-        self._warned_of_dropped = self._looked_for_unreached = False
+            self._passes = passes()
+        self._warned_of_dropped = False
         self._checked: tuple[tuple[str, bool], ...] = ()
         self.ranks.share(model, *self._parameters())
-
-    def _build(self, recompute: Sequence[str], compile: bool | Mapping[str, Any]) -> None:
-        """What runs in place of the modules' own forwards."""
-        if not isinstance(compile, bool | Mapping):
-            raise ConfigError(f"compile must be True, False or a dict of options, got {compile!r}.")
-        self._recompute = Recompute(self.model, recompute)
-        modules = [] if compile is False else units(self.model, self._recompute.parts)
-        self._compiled = Compiled(modules, dict(compile) if isinstance(compile, Mapping) else {})
 
     def step(self, window: Sequence[Any], plan: WindowPlan | None = None) -> StepResult:
         """One optimizer step from a window of micro-batches. Afterwards every ``.grad`` is None.
@@ -230,7 +200,7 @@ class Engine:
         self._warn_of_dropped(drop_gradients(parameters))
         before = StateBefore(self.model)
         try:
-            result = self._accumulate(window, plan)
+            result = self._passes.gradient(window, plan)
             if not result.losses:
                 return result
             self._reducer.reduce(parameters)
@@ -271,67 +241,11 @@ class Engine:
             LabelError, TaskError: as in ``step``; the gradients are then as they were before.
         """
         with gradients_set_aside(list(self.model.parameters())):
-            return self._accumulate(window, plan)
+            return self._passes.gradient(window, plan)
 
     def plan(self, window: Sequence[Any]) -> WindowPlan:
         """The counts of a window as a step needs them, chunks included."""
-        return WindowPlan.of(self.model.tasks_by_name(), window, self.arrangement.chunks)
-
-    def _accumulate(self, window: Sequence[Any], plan: WindowPlan | None) -> StepResult:
-        """The window's gradient, into ``.grad`` that are all None."""
-        if torch.is_inference_mode_enabled():
-            raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
-        check_window(self.model, window)
-        self.arrangement.check_coupling(self.model, freezes=self.batchnorm == "freeze")
-        if self._sharded:
-            check_modes(self.model)
-        if plan is None:
-            plan = self.plan(window)
-        else:
-            check_plan(self.model, plan, len(window), self.arrangement.chunks)
-        plan = plan.agreed(self.ranks, together=self._sharded)
-        self._inexactness.warn(plan, stacklevel=3)  # the line of who called the engine
-        log = LossLog(plan, self.model.device)
-        backward = self._precision.scaled(self.backward)
-        with keeping_none(self.model, self.ranks) if self._sharded else nullcontext():
-            self._run(window, plan, log, self.schedule, backward, self.arrangement)
-        self._recompute.warn_unused(passes_of(self.model, plan), stacklevel=3)
-        self._warn_of_unreached(plan)
-        return log.result(self.ranks)
-
-    def _run(
-        self,
-        window: Sequence[Any],
-        plan: WindowPlan,
-        log: LossLog,
-        schedule: str,
-        backward: Backward,
-        arrangement: Arrangement,
-    ) -> None:
-        """All forwards and backwards of a window."""
-        model, device = self.model, self.model.device
-        with (
-            normalising(model, self.batchnorm, passes_of(model, plan)),
-            keeping_frozen([model.node(name) for name in model.own_modules()]),
-            self._compiled.running(),
-            self._recompute.running(),
-            fresh_casts(),
-            save_on_cpu(pin_memory=True) if self.offload else nullcontext(),
-        ):
-            autocast = partial(self._precision.autocast, device)
-            together = plan.union is not None
-            for index, batch in enumerate(with_stand_ins(window, plan, self.ranks) if together else window):
-                active = plan.running(index)
-                if together:
-                    tree = model.tree(arrangement.in_order(active))
-                    prepare_nodes(model, plan, index, tree, each=log.searches)
-                if active:
-                    # moved here and bound to no name: on the device is only the micro-batch that runs
-                    moved = to_device(batch, device)
-                    roots, inputs = bind(model, moved, plan, index, active, log, autocast, arrangement)
-                    del moved
-                    SCHEDULES[schedule](roots, {ROOT: inputs}, backward)
-                    del roots, inputs
+        return self._passes.plan(window)
 
     def _skip(
         self,
@@ -349,25 +263,11 @@ class Engine:
         if overflow and not self.skips.exhausted:
             finding = f"the gradients overflowed at a loss scale of {self.scaler.get_scale():g}"
         elif culprit is None:
-            finding = self._find_nonfinite(window, before) or finding
+            finding = self._passes.find_nonfinite(window, before) or finding
         before.restore_buffers()
         self.skips.report(self.steps + 1, finding, expected=overflow)
         self._precision.update()
         return replace(result, nonfinite=finding)
-
-    def _find_nonfinite(self, window: Sequence[Any], before: StateBefore) -> str | None:
-        """Run a window again, task by task, up to the first value that isn't finite."""
-        search = Search(self.model)
-        plan = self.plan(window).agreed(self.ranks, together=self._sharded)
-        log = SearchingLog(plan, search, window)
-        with before.once_more(), search.watching():
-            backward = log.looking(self._precision.scaled(self.backward))
-            self._run(window, plan, log, "sequential", backward, self.arrangement.apart())
-        # the gradient of what is spread over the ranks is that of all of them
-        own = self.ranks.size > 1 and not (self._sharded and search.in_gradient)
-        finding = f"rank {self.ranks.rank}: {search.finding}" if own and search.finding else search.finding
-        found = self.ranks.gather((search.backwards, search.in_gradient, finding))
-        return min((f for f in found if f[2]), key=lambda f: f[:2], default=(0, False, None))[2]
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those of the model, and what else the optimizer may hold, such as learned weights of the losses."""
@@ -382,18 +282,6 @@ class Engine:
         if learning != self._checked:
             check_optimizer(self.model, self.optimizer)
             self._checked = learning
-
-    def _warn_of_unreached(self, plan: WindowPlan) -> None:
-        """Once, after the first window in which all tasks had labels."""
-        if self._looked_for_unreached or 0 in plan.local_totals.values():
-            return
-        self._looked_for_unreached = True
-        if names := unreached_parameters(self.model, plan):
-            warnings.warn(
-                f"no gradient reached {len(names)} trainable parameters, although their tasks have run: "
-                f"{listed(names)}. They won't be trained; use them, or requires_grad_(False) them.",
-                stacklevel=4,
-            )
 
     def _warn_of_dropped(self, dropped: int) -> None:
         if dropped and not self._warned_of_dropped:

@@ -31,6 +31,22 @@ def fresh_casts() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def new_scaler(device: torch.device, *, steps: bool, backward: Backward) -> Any:
+    """The scaler for fp16 of an engine that was given none; None where its ``backward`` has to scale.
+
+    Raises:
+        ConfigError: the engine doesn't step, so that nobody would unscale, and nothing scales.
+    """
+    if steps:
+        return torch.amp.GradScaler(device.type)
+    if backward is Tensor.backward:
+        raise ConfigError(
+            "precision='fp16' needs scaled losses, or small gradients become 0: pass the scaler that your "
+            "loop steps with, or a backward= that scales."
+        )
+    return None
+
+
 class Precision:
     """How an engine's forwards are cast, and its losses scaled.
 

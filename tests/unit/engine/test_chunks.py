@@ -1018,13 +1018,13 @@ def test_what_a_window_saves_is_offloaded_to_pinned_memory_until_its_backwards(
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    monkeypatch.setattr("mtaccum.engine.engine.save_on_cpu", in_place_of_the_card)
+    monkeypatch.setattr("mtaccum.engine.passes.save_on_cpu", in_place_of_the_card)
     model, window = plain_model(), split_batch(plain_batch(7), 2)
     engine = Engine(model)
     engine.accumulate(window)
     assert saved == []
     model.zero_grad()
-    engine.offload = True
+    engine._passes.offload = True
     engine.accumulate(window)
     assert len(saved) == len(back) > 10
     assert_close_gradients(model, joint_reference(model, window), 1e-12)

@@ -425,7 +425,7 @@ def test_options_that_torch_does_not_take_are_refused(options: dict[str, Any], m
 @pytest.mark.parametrize("given", [{"backend": "eager"}, {"backend": "eager", "dynamic": True}, False, {}])
 def test_a_dict_is_options_and_an_empty_one_means_yes(given: Any) -> None:
     engine = Engine(small_model(), compile=given)
-    with engine._compiled.running():
+    with engine._passes.compiled.running():
         replaced = [name for name, m in engine.model.named_modules() if "forward" in vars(m)]
     assert replaced == ([] if given is False else ["trunk", "tasks.a.head", "tasks.b.head"])
 
