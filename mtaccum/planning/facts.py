@@ -1,8 +1,8 @@
-"""Facts: what of a model decides which levers are exact."""
+"""Facts: what of a model decides which levers are exact, and what plans can't know."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +12,10 @@ from mtaccum.memory import FakeTraining
 from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan
 from mtaccum.planning.profile import Chain
 
+_OTHER_ON_CUDA = {
+    "dropout": ("dropout", "bernoulli"),
+    "scaled dot-product attention": ("scaled_dot_product",),
+}
 _SMALL = 0.05  # a head with less than this part of a step's FLOPs is small
 
 Heads = frozenset[str]
@@ -29,6 +33,7 @@ class Facts:
     def __init__(self, training: FakeTraining, chains: dict[str, Chain]) -> None:
         self._model = model = training.model
         self._chains = chains
+        self._device_type, self._precision = training.device_type, training.precision
         self._tasks = [name for name in model.tasks if name in chains]
         self.tree = model.tree(self._tasks)
         freezes = training.batchnorm == "freeze"
@@ -61,6 +66,28 @@ class Facts:
         if drawing:
             return IN_DISTRIBUTION, f"other random numbers (dropout) in {listed(drawing)}"
         return EXACT, ""
+
+    def notes(self, ops: Collection[str]) -> list[str]:
+        """What is not in the plans, and what may make the truth on a CUDA card differ.
+
+        Args:
+            ops: names of the operations of a step.
+        """
+        notes = [
+            f"no label of {name} was found, so it is not planned for"
+            for name in self._model.enabled_tasks()
+            if name not in self._chains
+        ]
+        if self._device_type != "cuda":
+            return notes
+        different = [
+            what for what, words in _OTHER_ON_CUDA.items() if any(w in op for op in ops for w in words)
+        ]
+        if self._precision != "fp32":
+            different.append(f"autocast to {self._precision}, which casts other operations there")
+        if different:
+            notes.append(f"these keep other tensors on CUDA than on the CPU: {', '.join(different)}")
+        return notes
 
     def small_heads(self, plan: Plan, flops: int) -> Iterator[tuple[str, ...]]:
         """Groups of neighbouring small heads on one node; as neighbours they run in the same order as before,

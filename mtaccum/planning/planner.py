@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
@@ -16,25 +16,16 @@ from mtaccum.engine import SCHEDULES
 from mtaccum.errors import BatchError, BudgetError, ConfigError, MtaccumError, PredictionError, listed
 from mtaccum.memory import FakeTraining, How, Prediction
 from mtaccum.memory.predict import BuildModel, BuildOptimizer
-from mtaccum.model import ROOT
-from mtaccum.model.tree import Tree
 from mtaccum.planning.budget import Budget, budget_of
 from mtaccum.planning.facts import Facts, Heads
+from mtaccum.planning.forests import Forests
 from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan, PlanReport, refusal
-from mtaccum.planning.profile import Chain
-from mtaccum.planning.search import Branch, Choice, Share
+from mtaccum.planning.search import Branch, Choice
 from mtaccum.planning.watcher import profile_of
 
 _CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
-_WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
 _TRUSTED = 1.1  # what the search promises is this right, at least
-_MOST_CHUNKS = 64  # of a head's micro-batch: with more of them a step takes long
 _ON_THE_FRONT = (0.6, 0.2)  # where between the least and the most memory the front is shown
-
-_OTHER_ON_CUDA = {
-    "dropout": ("dropout", "bernoulli"),
-    "scaled dot-product attention": ("scaled_dot_product",),
-}
 
 
 class _Promise(NamedTuple):
@@ -45,7 +36,7 @@ class _Promise(NamedTuple):
         needed_bytes: what the search thinks that it needs.
         available: what it was given.
         tries: how often it has been looked for.
-        micro_batches, heads: as of ``_Planner._forest``.
+        micro_batches, heads: as of ``Forests.of``.
     """
 
     order: tuple[float, ...]
@@ -140,7 +131,7 @@ class _Planner:
                 f"the batch has no label of any task ({listed(enabled)}): give one with labels of all."
             )
         self._facts = Facts(training, self._profile.chains)
-        self._forests: dict[tuple[int, Heads], Branch] = {}
+        self._forests = Forests(self._profile, self._facts.tree, self.samples)
         self._plans: dict[How, Plan | None] = {}
         self._errors: dict[How, str] = {}
         self._add(How("summed"), self._summed)
@@ -165,9 +156,9 @@ class _Planner:
         """The plan with the least memory that can be reached, whatever it costs: the better of the two that
         the search promises most of and that can be run."""
         found: list[int] = []
-        for micro_batches in (*reversed(self._micro_batches()[-3:]), 1):
+        for micro_batches in (*reversed(self._forests.micro_batches[-3:]), 1):
             for heads in (self._facts.chunkable, frozenset[str]()):
-                promised = self._forest(micro_batches, heads).least().needed_bytes
+                promised = self._forests.of(micro_batches, heads).least().needed_bytes
                 if found and promised > _TRUSTED * min(found):
                     break  # the search is never that wrong
                 if (plan := self._best(micro_batches, heads, Branch.least)) is not None:
@@ -181,7 +172,7 @@ class _Planner:
 
     def front(self, recommended: Plan | None) -> list[Plan]:
         """Plans that no other beats, and the joint backward; most memory first."""
-        forest = self._forest(1, frozenset())
+        forest = self._forests.of(1, frozenset())
         most, least = forest.cheapest().needed_bytes, forest.least().needed_bytes
         for part in _ON_THE_FRONT:
             self._best(1, frozenset(), partial(Branch.best, available_bytes=least + part * (most - least)))
@@ -202,30 +193,13 @@ class _Planner:
 
     def notes(self) -> list[str]:
         """What is not in the plans, and what may make the truth on a CUDA card differ."""
-        enabled = self.training.model.enabled_tasks()
-        notes = [
-            f"no label of {name} was found, so it is not planned for"
-            for name in enabled
-            if name not in self._profile.chains
-        ]
-        if self.training.device_type != "cuda":
-            return notes
-        different = [
-            what
-            for what, words in _OTHER_ON_CUDA.items()
-            if any(w in op for op in self._profile.ops for w in words)
-        ]
-        if self.training.precision != "fp32":
-            different.append(f"autocast to {self.training.precision}, which casts other operations there")
-        if different:
-            notes.append(f"these keep other tensors on CUDA than on the CPU: {', '.join(different)}")
-        return notes
+        return self._facts.notes(self._profile.ops)
 
     def _search(self, exactness: int) -> None:
         """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
         ways = [
             (micro_batches, heads)
-            for micro_batches in self._micro_batches()
+            for micro_batches in self._forests.micro_batches
             for heads in {frozenset[str](), self._facts.quiet, self._facts.chunkable}
             if self._facts.exactness(micro_batches, heads)[0] == exactness
         ]
@@ -250,7 +224,7 @@ class _Planner:
         self, promised: list[_Promise], micro_batches: int, heads: Heads, available: float, tries: int = 1
     ) -> None:
         """What the search finds for so many bytes, put in its place among the others, the cheapest first."""
-        choice = self._forest(micro_batches, heads).best(available)
+        choice = self._forests.of(micro_batches, heads).best(available)
         if choice is not None:
             order = choice.cost, micro_batches, len(heads)
             heappush(promised, _Promise(order, choice.needed_bytes, available, tries, micro_batches, heads))
@@ -263,60 +237,21 @@ class _Planner:
         grouped = self._add(replace(plan.how, groups=groups))
         return plan if grouped is None or not self._fits(grouped) else grouped
 
-    def _micro_batches(self) -> list[int]:
-        """The numbers of micro-batches that are looked at: 1, 2, 4, ... and as many as there are samples."""
-        numbers = [2**n for n in range(self.samples.bit_length()) if 2**n < self.samples]
-        return [*numbers, self.samples]
-
-    def _forest(self, micro_batches: int, heads: Heads) -> Branch:
-        """All nodes that run, for the search.
-
-        Args:
-            heads: those that may be run in chunks.
-        """
-        key = (micro_batches, heads)
-        if key not in self._forests:
-            size = -(-self.samples // micro_batches)
-            start, profile = self._profile.prediction.start_bytes, self._profile
-            share = Share(
-                samples=size / self.samples,
-                # from the second micro-batch on all gradients are there
-                fixed_bytes=start + profile.gradient_bytes if micro_batches > 1 else 0,
-                least_saving_bytes=int(
-                    _WORTH_A_NAME * (profile.prediction.peak_bytes - start) / micro_batches
-                ),
-            )
-            numbers = [2**n for n in range(min(size, _MOST_CHUNKS).bit_length())]
-            children = self._branches(self._facts.tree, share, 0, dict.fromkeys(heads, numbers))
-            self._forests[key] = Branch(Chain(ROOT), list(children), share)
-        return self._forests[key]
-
-    def _branches(
-        self, tree: Tree, share: Share, above_bytes: int, chunks: dict[str, list[int]]
-    ) -> Iterator[Branch]:
-        for node, below in tree.items():
-            chain = self._profile.chains[node]
-            children = self._branches(below, share, above_bytes + chain.kept_bytes, chunks)
-            yield Branch(chain, list(children), share, above_bytes, chunks.get(node, (1,)))
-
     def _best(
         self, micro_batches: int, heads: Heads, choose: Callable[[Branch], Choice | None]
     ) -> Plan | None:
         """What the search chooses, predicted; without parts that turn out not to run twice."""
-        while (choice := choose(self._forest(micro_batches, heads))) is not None:
+        while (choice := choose(self._forests.of(micro_batches, heads))) is not None:
             how = How("split", micro_batches, choice.recompute, chunks=choice.chunks)
-            if (plan := self._add(how)) is not None or not self._refused(how):
+            if (plan := self._add(how)) is not None or not self._leave_out(how):
                 return plan
         return None
 
-    def _refused(self, how: How) -> bool:
+    def _leave_out(self, how: How) -> bool:
         """Leave out what a plan failed for, if that was a recomputed part; whether it was."""
-        refused = {part for part in how.recompute if repr(part) in self._errors.get(how, "")}
-        for chain in self._profile.chains.values():
-            chain.candidates = [c for c in chain.candidates if c.name not in refused]
-        if refused:
-            self._forests.clear()
-        return bool(refused)
+        return self._forests.leave_out(
+            [part for part in how.recompute if repr(part) in self._errors.get(how, "")]
+        )
 
     def _add(self, how: How, prediction: Prediction | None = None) -> Plan | None:
         """Predict a plan; None if it can't be run: a layer that refuses so few samples, for instance."""
