@@ -19,6 +19,7 @@ from mtaccum.engine import Engine, WindowPlan
 from mtaccum.errors import MtaccumError
 from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state, undrawn
 from mtaccum.memory.flops import flops_of
+from mtaccum.memory.kernels import CpuKernels
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
 from mtaccum.memory.refusals import check_arguments, check_model, check_optimizer, explained
 from mtaccum.memory.tracker import LiveBytes, Moment
@@ -196,7 +197,8 @@ class FakeTraining:
             tracker.reset_peak()
             start = tracker.current_bytes
             offloading = _offloading() if how.offload else nullcontext()
-            with tracker, watching(tracker, self.model, self.optimizer), offloading:
+            kernels = CpuKernels() if self.device_type == "cpu" else nullcontext()
+            with kernels, tracker, watching(tracker, self.model, self.optimizer), offloading:
                 engine.step(window, plan)
         return Prediction(
             tracker.peak_bytes,
