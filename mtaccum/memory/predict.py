@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state, u
 from mtaccum.memory.flops import flops_of
 from mtaccum.memory.kernels import CpuKernels
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
-from mtaccum.memory.refusals import check_arguments, check_model, check_optimizer, explained
+from mtaccum.memory.refusals import NoRecurrence, check_arguments, check_model, check_optimizer, explained
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.memory.watching import state_tensors, watching
 from mtaccum.model import MultiTaskModel, evaluating
@@ -179,14 +180,13 @@ class FakeTraining:
             **self._options,
         )
         sizes = [batch_size_of(micro_batch) for micro_batch in real]
-        plan, chosen = _shortened(self._counts(engine, real), sizes)
-        flops_share = sum(sizes[index] for index in chosen) / max(1, sum(sizes))
+        plan, chosen = _shortened(self._counts(real, how.chunks), sizes)
         with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")  # they are for whoever runs it
             batch = fake_nest(self.batch, self.mode)
             samples = batch_size_of(batch)
-            window = [take_part(batch, samples, how.accumulate, index) for index in chosen]
-            lying = batch if self.device_type == "cpu" else self._alone(max(window, key=batch_size_of))
+            parts = [take_part(batch, samples, how.accumulate, index) for index in chosen]
+            lying = batch if self.device_type == "cpu" else self._alone(max(parts, key=batch_size_of))
             alive: list[Tensor | nn.Module] = [
                 self.model,
                 *(*self.copies, *state_tensors(self.optimizer), *tensors_of(lying, strict=False)),
@@ -195,6 +195,7 @@ class FakeTraining:
             tracker.label(state_tensors(self.optimizer), OPTIMIZER)
             tracker.label(self.copies, PARAMETERS)
             tracker.reset_peak()
+            window = _Noting(parts, lambda: tracker.flops)
             start = tracker.current_bytes
             offloading = _offloading() if how.offload else nullcontext()
             kernels = CpuKernels() if self.device_type == "cpu" else nullcontext()
@@ -205,7 +206,7 @@ class FakeTraining:
             start,
             tracker.peak_stage,
             tracker.peak_by_kind,
-            round(tracker.flops / flops_share),
+            round(sum(n * flops for n, flops in zip(chosen.values(), window.differences(), strict=True))),
             tracker.timeline if timeline else (),
         )
 
@@ -216,8 +217,8 @@ class FakeTraining:
     def _learn_once(self) -> None:
         """The state that the optimizer has once all tasks have had labels."""
         engine = Engine(self.model, self.optimizer, **self._options)
-        plan = self._counts(engine, [self.batch])
-        with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
+        plan = self._counts([self.batch])
+        with undrawn(), self.mode, NoRecurrence(), warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")
             engine.accumulate([fake_nest(self.batch, self.mode)], plan)
             learning = {id(p): p for p in self.model.parameters() if p.grad is not None}
@@ -228,19 +229,23 @@ class FakeTraining:
         with self.mode, explained(self.model, f"the step of {type(self.optimizer).__name__}"):
             make_state(self.optimizer, learning.values())
 
-    def _counts(self, engine: Engine, window: Sequence[Any]) -> WindowPlan:
+    def leaves_out(self, micro_batches: int) -> bool:
+        """Whether some of so many micro-batches lack the labels of a task that has some, and don't run it."""
+        counts = self._counts(split_batch(self.batch, micro_batches)).counts.values()
+        return any(any(numbers) and not all(numbers) for numbers in counts)
+
+    def _counts(self, window: Sequence[Any], chunks: tuple[tuple[str, int], ...] = ()) -> WindowPlan:
         """The labels, counted by the tasks; by those of a real model where they need its tensors."""
-        key = len(window), tuple(engine.arrangement.chunks.items())
+        key = len(window), chunks
         if key not in self._counted and self._counting is None:
             try:
-                self._counted[key] = engine.plan(window)
+                self._counted[key] = WindowPlan.of(self.model.tasks_by_name(), window, dict(chunks))
             except (MtaccumError, RuntimeError, AssertionError, TypeError):
                 with undrawn():
                     self._counting = self._build_model()
         if key not in self._counted:
             assert self._counting is not None
-            tasks = self._counting.tasks_by_name()
-            self._counted[key] = WindowPlan.of(tasks, window, engine.arrangement.chunks)
+            self._counted[key] = WindowPlan.of(self._counting.tasks_by_name(), window, dict(chunks))
         return self._counted[key]
 
 
@@ -257,16 +262,38 @@ def predict_evaluation(training: FakeTraining, samples: int) -> int:
     return fixed + round((tracker.peak_bytes - fixed) * samples / max(1, batch_size_of(training.batch)))
 
 
-def _shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, list[int]]:
-    """The micro-batches that tell of all, three of each kind, and the plan of these: the second finds the
-    gradients of the first one, and the last those of all."""
+def _shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, dict[int, float]]:
+    """The micro-batches that tell of all, three of each kind, with how many each stands for; and the plan of
+    these. The second finds the gradients of the first one, and the last those of all."""
     of_kind: dict[Any, list[int]] = {}
     for index, size in enumerate(sizes):
         of_kind.setdefault((size, tuple(plan.active(index))), []).append(index)
-    chosen = sorted({index for indices in of_kind.values() for index in (*indices[:2], indices[-1])})
+    stands_for: dict[int, float] = {}
+    for indices in of_kind.values():
+        some = {*indices[:2], indices[-1]}
+        stands_for |= {index: len(indices) / len(some) for index in some}
+    chosen = dict(sorted(stands_for.items()))
     counts = {name: tuple(numbers[i] for i in chosen) for name, numbers in plan.counts.items()}
     parts = {name: tuple(lists[i] for i in chosen) for name, lists in plan.parts.items()}
     return WindowPlan(counts, plan.weights, parts), chosen
+
+
+class _Noting(list[Any]):
+    """A window that notes a number whenever one of its micro-batches begins."""
+
+    def __init__(self, parts: Sequence[Any], noted: Callable[[], int]) -> None:
+        super().__init__(parts)
+        self._noted = noted
+
+    def __iter__(self) -> Iterator[Any]:
+        self._notes = []
+        for micro_batch in super().__iter__():
+            self._notes.append(self._noted())
+            yield micro_batch
+
+    def differences(self) -> list[int]:
+        """By how much the number grew during each."""
+        return [after - before for before, after in pairwise([*self._notes, self._noted()])]
 
 
 def _as_on_cuda(optimizer: Optimizer) -> None:

@@ -15,12 +15,15 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, first_line, listed
 from mtaccum.model import MultiTaskModel
 from mtaccum.structure import describe, tensors_of
 
+_KEPT = "their kernels keep what isn't seen"
 _BUILD_OPTIMIZER = "such as lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
 
 
@@ -61,17 +64,25 @@ def check_model(model: Any) -> None:
     """Refuse what can't be predicted.
 
     Raises:
-        ConfigError: no MultiTaskModel.
-        PredictionError: recurrent layers, or sparse gradients.
+        ConfigError: no MultiTaskModel, or parameters without shapes.
+        PredictionError: recurrent layers, TorchScript, or sparse gradients.
     """
     if not isinstance(model, MultiTaskModel):
         raise ConfigError(f"build_model must return a MultiTaskModel, and it returned {describe(model)}.")
+    empty = [n for n, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if empty:
+        raise ConfigError(
+            f"lazy modules have no shapes yet: {listed(empty)}. In build_model give them their sizes, or run "
+            f"the model once on a batch."
+        )
     recurrent = [n for n, m in model.named_modules() if isinstance(m, nn.RNNBase | nn.RNNCellBase)]
+    scripts = [n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     sparse = [
         n for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
     ]
     for what, why, names in (
-        ("recurrent layers", "their kernels keep what isn't seen", recurrent),
+        ("recurrent layers", _KEPT, recurrent),
+        ("TorchScript modules", "nobody can look into them", scripts),
         ("sparse gradients", "it depends on values", sparse),
     ):
         if names:
@@ -79,6 +90,29 @@ def check_model(model: Any) -> None:
                 f"the memory of {what} can't be predicted, since {why}: {listed(names)}. Measure it: "
                 f"mtaccum.memory.measure_step."
             )
+
+
+class NoRecurrence(TorchFunctionMode):
+    """Refuses recurrent layers that are no modules: ``torch.lstm``, ``torch.gru_cell`` and so on.
+
+    Raises:
+        PredictionError: when one of these functions is called.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RECURRENT:
+            raise PredictionError(
+                f"the memory of recurrent layers can't be predicted, since {_KEPT}: torch.{func.__name__}. "
+                f"Measure it: mtaccum.memory.measure_step."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_RECURRENT = frozenset(
+    getattr(torch, f"{kind}{cell}")
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for cell in ("", "_cell")
+)
 
 
 @contextmanager
@@ -101,11 +135,14 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
     except (PredictionError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if isinstance(error, AssertionError) and _is_pytorchs(error):
+        if isinstance(error.__cause__, PredictionError):  # a task's code has met it
+            raise error.__cause__ from None
+        what = _needs_values(error)
+        if what is None and isinstance(error, AssertionError) and _is_pytorchs(error):
             raise TaskError(
                 f"a step fails on this batch: {first_line(error)}. Engine.step on it says where."
             ) from error
-        if (what := _needs_values(error)) is None:
+        if what is None:
             raise
         where = f"after {entered[-1]} began" if entered and entered[-1] else f"in {what_runs}"
         raise PredictionError(
@@ -116,6 +153,7 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
         hook.remove()
 
 
+_WORDS = "FakeTensor", "fake tensor", "Fake mode", "tensor subclasses", "shape_env"
 _NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 
@@ -125,7 +163,10 @@ def _needs_values(error: BaseException | None) -> str | None:
         if isinstance(error, _NEEDS_VALUES):
             return f"{error.func}"
         text = str(error)
-        if any(word in text for word in ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses")):
+        if any(
+            word in text
+            for word in ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses", "shape_env")
+        ):
             return text.splitlines()[0][:200]
         error = error.__cause__
     return None

@@ -52,9 +52,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     holds that: a Python name, a view, or autograd's saved tensors. Views and in-place ops add
     nothing. A storage resized by an op on it is counted at its new size from that op on.
 
-    Not counted: tensors that existed before and are not in ``existing``; temporaries that a
-    kernel allocates and frees inside one op (convolution workspaces, for instance); ops run by
-    other threads; tensors on other types of device.
+    Not counted: tensors that existed before and are not in ``existing``; storages made without an op
+    (by ``copy.deepcopy``, unpickling, ``torch.frombuffer``); temporaries that a kernel allocates and
+    frees inside one op (convolution workspaces, for instance); ops run by other threads; tensors on
+    other types of device.
 
     While any dispatch mode is active, autograd adds the gradients that meet at one tensor out of
     place, where it may otherwise add in place: there the count is above an unobserved run's by

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from mtaccum.errors import ConfigError
 
@@ -30,11 +33,12 @@ def parse_bytes(what: str, value: Any) -> int:
         match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", value)
         if match is not None and match[2].lower() in _UNITS:
             number = float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
+    elif isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an int larger than any float
+            number = float(value)
     if number is None or not math.isfinite(number) or number < 1:
         raise ConfigError(f"{what}: {value!r} is no amount of memory. Valid is {_FORMS}; above 0.")
-    return int(number)
+    return int(value) if isinstance(value, int) else int(number)
 
 
 def format_bytes(size_bytes: float) -> str:

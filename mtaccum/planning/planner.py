@@ -32,7 +32,7 @@ class _Promise(NamedTuple):
     """A plan that the search has found, before it is predicted.
 
     Attributes:
-        order: less is to be looked at earlier.
+        order: less is to be looked at earlier: by its FLOPs.
         needed_bytes: what the search thinks that it needs.
         available: what it was given.
         tries: how often it has been looked for.
@@ -105,6 +105,7 @@ def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] =
     started = time.monotonic()
     planner = _Planner(training, budget.tensor_bytes)
     planner.smallest()  # one of those to recommend
+    planner.look_along()
     recommended = planner.recommend()
     smallest = planner.smallest()  # of all that is known by now
     front = planner.front(recommended)
@@ -134,6 +135,7 @@ class _Planner:
         self._forests = Forests(self._profile, self._facts.tree, self.samples)
         self._plans: dict[How, Plan | None] = {}
         self._errors: dict[How, str] = {}
+        self._spared_flops: dict[int, int] = {}
         self._add(How("summed"), self._summed)
         self._add(How("split"), self._profile.prediction)
         self._add(How("sequential"))
@@ -141,6 +143,7 @@ class _Planner:
     def recommend(self) -> Plan | None:
         """The best plan that fits. What makes gradients less exact is tried only where nothing else fits."""
         for exactness in (EXACT, IN_DISTRIBUTION, INEXACT):
+            self._leave_out_idle_tasks(exactness)
             self._search(exactness)
             fitting = [p for p in self._known() if p.exactness == exactness and self._fits(p)]
             if fitting:
@@ -170,14 +173,17 @@ class _Planner:
             self._best(1, heads, Branch.least)
         return min(self._known(), key=lambda plan: (plan.peak_bytes, plan.rank))
 
-    def front(self, recommended: Plan | None) -> list[Plan]:
-        """Plans that no other beats, and the joint backward; most memory first."""
+    def look_along(self) -> None:
+        """Plans between the least and the most memory, to be shown; any of them may be recommended."""
         forest = self._forests.of(1, frozenset())
         most, least = forest.cheapest().needed_bytes, forest.least().needed_bytes
         for part in _ON_THE_FRONT:
             self._best(1, frozenset(), partial(Branch.best, available_bytes=least + part * (most - least)))
         if self.samples > 1:
             self._add(How("split", 2))
+
+    def front(self, recommended: Plan | None) -> list[Plan]:
+        """Plans that no other beats, and the joint backward; most memory first."""
         known = self._known()
         baseline = How("summed")
         shown = [
@@ -194,6 +200,16 @@ class _Planner:
     def notes(self) -> list[str]:
         """What is not in the plans, and what may make the truth on a CUDA card differ."""
         return self._facts.notes(self._profile.ops)
+
+    def _leave_out_idle_tasks(self, exactness: int) -> None:
+        """Where some micro-batches lack the labels of a task, more of them may take fewer FLOPs."""
+        for micro_batches in self._forests.micro_batches:
+            alike = self._facts.exactness(micro_batches, frozenset())[0] == exactness
+            if alike and micro_batches > 1 and self.training.leaves_out(micro_batches):
+                plan = self._add(How("split", micro_batches))
+                if plan is not None:
+                    spared = self._profile.prediction.flops - plan.prediction.flops
+                    self._spared_flops[micro_batches] = spared
 
     def _search(self, exactness: int) -> None:
         """Let the search find the cheapest plan of a kind, and predict it; up to one that fits."""
@@ -226,7 +242,7 @@ class _Planner:
         """What the search finds for so many bytes, put in its place among the others, the cheapest first."""
         choice = self._forests.of(micro_batches, heads).best(available)
         if choice is not None:
-            order = choice.cost, micro_batches, len(heads)
+            order = choice.cost - self._spared_flops.get(micro_batches, 0), micro_batches, len(heads)
             heappush(promised, _Promise(order, choice.needed_bytes, available, tries, micro_batches, heads))
 
     def _with_groups(self, plan: Plan) -> Plan:

@@ -667,6 +667,57 @@ def test_recurrent_layers_are_named(layer: Callable[[], nn.Module], name: str) -
         FakeTraining(lambda: two_heads(layer(), on(lambda f: f[0]), on(lambda f: f[0])), sequences(4, 0))
 
 
+@pytest.mark.parametrize(("kind", "gates"), [("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)])
+def test_recurrent_functions_are_named_as_layers_are(kind: str, gates: int) -> None:
+    weights = [torch.rand(gates * 4, n) for n in (3, 4)] + [torch.rand(gates * 4)] * 2
+
+    def cell(self: Any, f: Tensor) -> Tensor:
+        h = f.new_zeros(len(f), 4)
+        found: Any = getattr(torch, f"{kind}_cell")(f, [h, h] if kind == "lstm" else h, *weights)
+        return found[0] if kind == "lstm" else found
+
+    def layer(self: Any, f: Tensor) -> Tensor:
+        h = f.new_zeros(1, len(f), 4)
+        options = (
+            True,
+            1,
+            0.0,
+            True,
+            False,
+            True,
+        )  # biases, layers, dropout, training, both ways, batch first
+        found = getattr(torch, kind)(f[:, None], [h, h] if kind == "lstm" else h, weights, *options)
+        result: Tensor = found[0][:, 0]
+        return result
+
+    for function, name in ((cell, f"{kind}_cell"), (layer, kind)):
+        with pytest.raises(PredictionError, match=rf"recurrent layers .*: torch\.{name}\. Measure it: "):
+            FakeTraining(lambda f=function: two_heads(Made(f), line(), line()), {"x": torch.rand(6, 3)})
+
+
+def test_torchscript_and_lazy_modules_are_named() -> None:
+    scripted = torch.jit.script(nn.Linear(3, 4))
+    with pytest.raises(PredictionError, match=r"TorchScript modules .*: trunk\.1\. Measure it: "):
+        FakeTraining(
+            lambda: two_heads(nn.Sequential(nn.Linear(3, 3), scripted), line(), line()),
+            {"x": torch.rand(6, 3)},
+        )
+    with pytest.raises(ConfigError, match=r"no shapes yet: trunk\.weight, trunk\.bias\. In build_model"):
+        FakeTraining(lambda: two_heads(nn.LazyLinear(4), line(), line()), {"x": torch.rand(6, 3)})
+
+
+def test_nested_tensors_are_said_to_need_values() -> None:
+    def nest(self: Any, f: Tensor) -> Tensor:
+        nested = torch.nested.nested_tensor_from_jagged(f, torch.tensor([0, 2, 6]))
+        result: Tensor = self.layer(nested).values()
+        return result
+
+    with pytest.raises(PredictionError, match="can't be predicted"):
+        FakeTraining(
+            lambda: two_heads(Made(nest, layer=nn.Linear(3, 4)), line(), line()), {"x": torch.rand(6, 3)}
+        )
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_named(kind: type[nn.Module]) -> None:
     shared = Made(lambda self, x: self.table(x).reshape(len(x), -1)[:, :4], table=kind(10, 4, sparse=True))
@@ -830,6 +881,19 @@ def test_flops_of_uneven_micro_batches_are_those_of_the_whole() -> None:
     assert {training.predict(How("split", k)).flops for k in (1, 2, 3, 5, 7)} == {
         training.predict(How()).flops
     }
+
+
+def test_flops_of_micro_batches_that_lack_labels_are_counted_for_each_kind() -> None:
+    batch = dense_batch(8)
+    batch["seg"][2:] = 255  # so that of 8 micro-batches 2 run all heads, and 6 run all but one
+    training = FakeTraining(three_heads, batch)
+    for parts in (1, 2, 4, 8):
+        model = three_heads()
+        with FlopCounterMode(display=False) as counter:
+            Engine(model, adamw(model)).step(split_batch(batch, parts))
+        assert training.predict(How("split", parts)).flops == counter.get_total_flops()
+        assert training.leaves_out(parts) == (parts > 1)
+    assert training.predict(How("split", 8)).flops < training.predict(How()).flops
 
 
 def test_flops_of_known_layers() -> None:

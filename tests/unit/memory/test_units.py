@@ -28,6 +28,8 @@ GIB = 2**30
         ("2 TB", 2 * 10**12),
         ("3kb", 3000),
         ("17B", 17),
+        (np.int64(17), 17),
+        (np.float32(17.5), 17),
         ("17", 17),
         (6442450944, 6442450944),
         (2.0 * GIB, 2 * GIB),
@@ -46,6 +48,7 @@ WRONG = [
     *("6GiBs", "6 potatoes", "GiB", "", " ", "-6GiB", "+6GiB", "6,5GiB", "1e9", "6GiB!", "6GiB 2MiB", "0x10"),
     *("0", "0GiB", "0.4", "nan", "inf", "None", "six", "\uff16GiB"),
     *(0, -1, 0.5, -3.5, math.nan, math.inf, -math.inf, True, False, None, [], [6], {}, 3j, b"6GiB", object),
+    *(10**400, np.int64(-3), np.complex64(3), np.array(6), np.bool_(True)),
 ]
 
 

@@ -27,6 +27,7 @@ from mtaccum import (
 )
 from mtaccum.memory import FakeTraining, How, measure_step
 from mtaccum.planning import PlanReport
+from mtaccum.planning.plan import EXACT
 
 pytestmark = pytest.mark.filterwarnings("ignore::mtaccum.InexactWarning")
 
@@ -257,6 +258,41 @@ def test_the_report_is_text_and_json() -> None:
     assert values["recommended"]["peak_bytes"] == report.recommended.peak_bytes
     assert sum(values["recommended"]["peak_by_kind"].values()) == report.recommended.peak_bytes
     assert values["budget"]["total_bytes"] == 400 * 2**10
+
+
+def test_micro_batches_that_need_not_run_a_task_make_a_step_cheaper() -> None:
+    """The neck of a task with labels in the first quarter of the batch."""
+
+    def build() -> MultiTaskModel:
+        neck = nn.Sequential(nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1))
+        tasks = {
+            "seg": Segmentation(4, head=nn.Conv2d(32, 4, 1), on="neck"),
+            "depth": Regression(dense=True, head=nn.Conv2d(8, 1, 1)),
+        }
+        return MultiTaskModel(
+            nn.Conv2d(3, 8, 1), tasks, necks={"neck": Neck(neck, on="trunk")}, inputs="image"
+        )
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    labels = torch.full((8, 16, 16), 255)
+    labels[:2] = 1
+    given = {"image": torch.rand(8, 3, 16, 16), "seg": labels, "depth": torch.rand(8, 1, 16, 16)}
+    report = find_plan(build, given, budget_bytes="1GiB", build_optimizer=sgd)
+    plan = report.recommended
+    assert plan is not None
+    assert (plan.how.schedule, plan.how.accumulate, plan.how.recompute) == ("split", 4, ())
+    assert plan.flops_over_summed < 0.35
+    # with less than that takes the micro-batches become smaller before anything runs twice
+    smaller = find_plan(build, given, budget_bytes=plan.peak_bytes - 1, build_optimizer=sgd).recommended
+    assert smaller is not None
+    assert (smaller.how.accumulate, smaller.how.recompute) == (8, ())
+    fits = report.schedules["split"].peak_bytes
+    for one in (report, find_plan(build, given, budget_bytes=fits, build_optimizer=sgd)):
+        fitting = [p for p in one.front if p.peak_bytes <= one.budget.tensor_bytes and p.exactness == EXACT]
+        assert one.recommended is not None
+        assert one.recommended.rank == min(p.rank for p in fitting)
 
 
 def test_an_absent_card_is_an_estimate_with_a_reserve() -> None:
