@@ -21,7 +21,10 @@ from mtaccum.parallel import by_torchrun, joined, launched
 _LAUNCH = "torchrun --nproc-per-node 2 -m mtaccum.train ..."
 _PATIENCE_S = 3.0
 # what gloo and NCCL say, in plain RuntimeErrors, of a rank that has gone or doesn't answer
-_LOST = re.compile(r"gloo|nccl|connection (closed|reset) by peer", re.IGNORECASE)
+_LOST = re.compile(
+    r"gloo/|ProcessGroup|WorkNCCL|NCCL (error|communicator|watchdog|timeout)|onnection (closed|reset) by peer"
+)
+_MULTIRUN = re.compile(r"\+{0,2}hydra\.mode=multirun", re.IGNORECASE)
 
 
 def first() -> bool:
@@ -85,7 +88,7 @@ def check_launch(arguments: Sequence[str], *, trains: bool) -> None:
         return
     if not trains:
         raise ConfigError("this command runs in one process: start it by python -m, without torchrun.")
-    if any(argument in ("--multirun", "-m") for argument in arguments):
+    if any(argument in ("--multirun", "-m") or _MULTIRUN.match(argument) for argument in arguments):
         raise ConfigError(
             "--multirun starts one training after the other, and torchrun one training on several ranks. "
             "Start each with torchrun, from a loop in the shell."

@@ -6,6 +6,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from mtaccum.errors import BatchError, ConfigError, OptimizerError, listed, unkn
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.ddp import wrapper_of
 from mtaccum.parallel.fsdp import is_sharded
-from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks
+from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks, several
 
 PARALLEL = ("none", "ddp", "fsdp")
 
@@ -171,6 +172,35 @@ def check_parallel(model: MultiTaskModel, parallel: str | None) -> Ranks:
     if parallel not in (None, "fsdp") and is_sharded(model):
         raise ConfigError(f"the model is spread over the ranks, so parallel={parallel!r} can't train it.")
     return ALONE if parallel == "none" else current_ranks()
+
+
+def check_alike(model: MultiTaskModel, ranks: Ranks) -> None:
+    """Refuse models that differ between ranks: gradients would be added to those of other parameters."""
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    own += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
+    for rank, theirs in enumerate(ranks.gather(own)):
+        if theirs != own:
+            mine, other = next(pair for pair in zip_longest(own, theirs) if pair[0] != pair[1])
+            raise ConfigError(
+                f"all ranks must train the same model, but rank {ranks.rank} has {_entry(mine)} where rank "
+                f"{rank} has {_entry(other)}."
+            )
+
+
+def _entry(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    if entry is None:
+        return "nothing"
+    name, shape, dtype, learns = entry
+    return f"{name} {shape} of {dtype}, {'trainable' if learns else 'not trainable'}"
+
+
+def check_joined(ranks: Ranks, parallel: str | None) -> None:
+    """Refuse to train alone what was made before there were other ranks."""
+    if parallel != "none" and ranks.size == 1 and several():
+        raise ConfigError(
+            "the engine was made before the ranks were joined, and would train this one by itself. Make it "
+            "inside of mtaccum.parallel.joined(), or with parallel='none'."
+        )
 
 
 def check_sharded(model: MultiTaskModel, **given: Any) -> None:

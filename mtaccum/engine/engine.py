@@ -14,9 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mtaccum.engine.arrangement import Arrangement
 from mtaccum.engine.checks import (
+    check_alike,
     check_choice,
     check_comm_hook,
     check_hooks,
+    check_joined,
     check_model,
     check_nothing_for_step,
     check_offload,
@@ -146,6 +148,7 @@ class Engine:
         self.scaler = scaler
         self.on_gradients = on_gradients
         self.ranks = check_parallel(model, parallel)
+        self._parallel = parallel
         self._reducer = Reducer(self.ranks, comm_hook)
         check_comm_hook(model, comm_hook, self.ranks)
         self.steps = 0
@@ -174,6 +177,7 @@ class Engine:
             self._passes = passes()
         self._warned_of_dropped = False
         self._checked: tuple[tuple[str, bool], ...] = ()
+        check_alike(model, self.ranks)
         self.ranks.share(model, *self._parameters())
 
     def step(self, window: Sequence[Any], plan: WindowPlan | None = None) -> StepResult:
@@ -195,6 +199,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
+        check_joined(self.ranks, self._parallel)
         self._check_optimizer_again()
         parameters = self._parameters()
         self._warn_of_dropped(drop_gradients(parameters))
@@ -240,6 +245,7 @@ class Engine:
         Raises:
             LabelError, TaskError: as in ``step``; the gradients are then as they were before.
         """
+        check_joined(self.ranks, self._parallel)
         with gradients_set_aside(list(self.model.parameters())):
             return self._passes.gradient(window, plan)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from mtaccum.batch import batch_size_of, take_samples, to_device
 from mtaccum.engine.window import WindowPlan
-from mtaccum.errors import TaskError
+from mtaccum.errors import BatchError, TaskError
 from mtaccum.model.tree import MultiTaskModel, Tree
 from mtaccum.parallel.fsdp import nodes_of
 from mtaccum.parallel.ranks import Ranks
@@ -20,22 +20,31 @@ _LENT = 2  # samples; BatchNorm refuses a single one
 
 
 def with_stand_ins(window: Sequence[Any], plan: WindowPlan, ranks: Ranks) -> list[Any]:
-    """A window with as many micro-batches as the longest one of all ranks. What is missing here is made up of
-    this rank's last one, or of a few samples that another rank lends; its passes change nothing."""
+    """A window with as many micro-batches as the longest one of all ranks. What is missing here, or has no
+    label and too few samples for a BatchNorm, is made up of this rank's largest one, or of a few samples that
+    another rank lends; its passes change nothing."""
     assert plan.union is not None
-    batches, wanted = list(window), len(plan.union)
-    (any_lacks,) = ranks.largest([float(not batches and wanted > 0)])
+    batches = list(window) + [None] * (len(plan.union) - len(window))
+    missing = [i for i, batch in enumerate(batches) if not plan.active(i) and _size(batch) < _LENT]
+    own = max(window, key=_size, default=None)
+    (any_lacks,) = ranks.largest([float(bool(missing) and _size(own) < _LENT)])
     if any_lacks:
-        offered = [offer for offer in ranks.gather(_lent(batches)) if offer is not None]
-        batches = batches or offered[:1]
-    return batches + batches[-1:] * (wanted - len(batches))
+        own = max([own, *ranks.gather(_lent(own))], key=_size)
+    for index in missing:
+        batches[index] = own
+    return batches
 
 
-def _lent(batches: Sequence[Any]) -> Any:
-    if not batches or batch_size_of(batches[0]) == 0:
+def _size(batch: Any) -> int:
+    return 0 if batch is None else batch_size_of(batch)
+
+
+def _lent(batch: Any) -> Any:
+    if _size(batch) == 0:
         return None
-    samples = min(_LENT, batch_size_of(batches[0]))
-    return to_device(take_samples(batches[0], samples), torch.device("cpu"))
+    with suppress(BatchError):  # it can't be cut
+        batch = take_samples(batch, min(_LENT, batch_size_of(batch)))
+    return to_device(batch, torch.device("cpu"))
 
 
 def prepare_nodes(

@@ -126,6 +126,7 @@ class FakeTraining:
             "precision": precision,
             "batchnorm": self.batchnorm,
             "max_grad_norm": max_grad_norm,
+            "parallel": "none",
             "scaler": _NoScaler() if precision == "fp16" else None,
         }
         self._build_model = build_model

@@ -117,7 +117,7 @@ class _Touch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.number = len(parameters)
-        return parameters[0].new_zeros(())
+        return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:

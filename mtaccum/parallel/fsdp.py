@@ -17,6 +17,7 @@ from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.ranks import Ranks, current_ranks
 from mtaccum.parallel.reached import Reached
+from mtaccum.structure import tensors_of
 
 _SKELETON = "_without_memory"
 
@@ -51,6 +52,16 @@ def shard(model: MultiTaskModel, ranks: Ranks | None = None) -> None:
             except ValueError as error:
                 raise ConfigError(f"parallel=fsdp can't spread the module of {name!r}: {error}") from error
             Reached(module)
+            module.register_forward_hook(_check_own)
+
+
+def _check_own(module: nn.Module, _: Any, result: Any) -> None:
+    """Refuse results whose memory has gone with the gathered parameters."""
+    if any(t.numel() and not t.untyped_storage().nbytes() for t in tensors_of(result, strict=False)):
+        raise ConfigError(
+            "under parallel=fsdp a module can't return its own parameter, whose memory goes after each pass. "
+            "Return parameter.clone()."
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -41,6 +41,8 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
             engine = Engine(model, optimizer)  # gradients are reduced once per step
             ...
 
+    Engines are made inside. It can be entered once in a process: torchrun's store is gone with the first one.
+
     Args:
         timeout_s: how long a rank waits for the others in one communication, in seconds.
     """

@@ -93,7 +93,7 @@ class Ranks:
         with torch.no_grad():
             for buffer in module.buffers():
                 first = _of_first(buffer)
-                if buffer.is_floating_point():
+                if buffer.dtype in _AVERAGED:
                     difference = torch.where(buffer == first, 0.0, buffer - first)  # inf too may be equal
                     dist.all_reduce(difference)
                     first += difference / self.size
@@ -110,7 +110,8 @@ class Ranks:
 def _of_first(tensor: Tensor) -> Tensor:
     """The values that rank 0 has, in memory of their own, without gaps: gloo wants that."""
     values = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.broadcast(values, src=0)
+    if values.numel():
+        dist.broadcast(values.view(-1).view(torch.uint8), src=0)  # gloo doesn't know all dtypes
     return values
 
 
@@ -119,6 +120,7 @@ def _become(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
+_AVERAGED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # smaller ones have no arithmetic
 ALONE = Ranks()
 
 
@@ -134,9 +136,14 @@ class _Groups:
 _found: list[_Groups] = []
 
 
+def several() -> bool:
+    """Whether this process is in a process group with others."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def current_ranks() -> Ranks:
     """Those of PyTorch's default process group; alone where there is none."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not several():
         return ALONE
     group = dist.group.WORLD
     if not _found or _found[0].world is not group:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from mtaccum.batch import to_device
 from mtaccum.engine.result import sum_of_parts
 from mtaccum.engine.window import WindowPlan
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.parallel import Ranks, current_ranks, gathered
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 Evaluation = dict[str, dict[str, float]]
 
@@ -54,6 +60,7 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None =
                 tasks[name].update_metrics(metrics[name], predictions[name], batch)
     sums = [math.fsum(numbers[name]) for name in tasks for numbers in (losses, counts)]
     totals = iter(ranks.sums(sums))
+    _alike_where_empty([m for named in metrics.values() for m in named.values()], ranks)
     evaluation: Evaluation = {}
     for name in tasks:
         summed, count = next(totals), next(totals)
@@ -64,6 +71,35 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None =
                 warnings.filterwarnings("ignore", ".*compute.*before.*update.*")  # another rank had labels
                 evaluation[name].update((key, float(m.compute())) for key, m in metrics[name].items())
     return evaluation
+
+
+def _alike_where_empty(metrics: Sequence[Metric], ranks: Ranks) -> None:
+    """Give lists of tensors that are empty on this rank an empty tensor of the kind that other ranks have;
+    torchmetrics would send one of its default dtype, which gloo then takes for the others' bytes."""
+    if ranks.size == 1:
+        return
+    lists = [
+        (metric, state)
+        for metric in metrics
+        for state in getattr(metric, "_defaults", ())
+        if isinstance(getattr(metric, state), list)
+    ]
+    kinds = [
+        next(
+            (
+                (tuple(t.shape[1:]), t.dtype)
+                for t in getattr(metric, state)
+                if isinstance(t, Tensor) and t.dim()
+            ),
+            None,
+        )
+        for metric, state in lists
+    ]
+    for (metric, state), of_ranks in zip(lists, zip(*ranks.gather(kinds), strict=True), strict=True):
+        known = next((kind for kind in of_ranks if kind is not None), None)
+        if known is not None and not getattr(metric, state):
+            shape, dtype = known
+            setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
 
 
 def weighted_loss(model: MultiTaskModel, evaluation: Evaluation) -> float:

@@ -228,12 +228,21 @@ class Trainer:
                 raise
         else:
             self.evaluations_since_best += 1
+        error = self._draw(model)
+        (failed,) = self.ranks.largest([float(error is not None)])  # only the first one draws, and all save
+        if failed:
+            self._save(LAST)
+        if error is not None:
+            raise error
+        return evaluation
+
+    def _draw(self, model: MultiTaskModel) -> Exception | None:
+        """Log pictures; the error if a task can't be drawn, which must not cost what was trained."""
         try:
             self._pictures.log(self.steps, model, self.loggers)
-        except Exception:  # a task that can't be drawn must not cost what was trained
-            self._save(LAST)
-            raise
-        return evaluation
+        except Exception as error:
+            return error
+        return None
 
     def _better(self, value: float) -> bool:
         if self.best is None or math.isnan(self.best):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from helpers import plain_batch, plain_model
 from pool import Pool
 from ranked import KINDS, Windows, batch, made, tree
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import BinaryAUROC
 
-from mtaccum import evaluate
+from mtaccum import MultiTaskModel, Regression, evaluate
 from mtaccum.parallel import ALONE, current_ranks
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -57,6 +61,35 @@ def test_metrics_are_those_of_one_process(pool: Pool, kind: str, case: str) -> N
             assert evaluation[task] == pytest.approx(expected, rel=1e-6), task
             if "loss" in expected:
                 assert evaluation[task]["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+
+
+class Ranked(Regression):
+    """A metric that keeps all predictions, and labels of another dtype, in lists."""
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"auroc": BinaryAUROC()}
+
+    def update_metrics(self, metrics: Any, prediction: Tensor, batch: Any) -> None:
+        metrics["auroc"].update(prediction[:, 0].sigmoid(), (batch["y"][:, 0] > 0.5).long())
+
+
+def model_with_lists() -> MultiTaskModel:
+    torch.manual_seed(0)
+    return MultiTaskModel(None, {"y": Ranked(1, head=nn.Linear(4, 1), target="y")}, inputs="x")
+
+
+def lists(of_ranks: Windows) -> Any:
+    return evaluate(model_with_lists(), of_ranks[current_ranks().rank])
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_metrics_with_lists_are_those_of_one_process_where_a_rank_has_none(pool: Pool, empty: int) -> None:
+    torch.manual_seed(1)
+    given: Windows = [[{"x": torch.rand(5, 4), "y": torch.rand(5, 1)}] for _ in range(3)]
+    given[empty].clear()
+    expected = evaluate(model_with_lists(), [batch for of_rank in given for batch in of_rank])
+    for found in pool.run(lists, given, ranks=3):
+        assert found["y"] == pytest.approx(expected["y"], rel=1e-6)
 
 
 def by_itself() -> Any:

@@ -69,6 +69,8 @@ CASES: dict[str, Windows] = {
         [batch(95, without=ALL)],
         [batch(94, without=ALL), batch(93, without=ALL), batch(92)],
     ],
+    "one_sample_without_labels": [window(0, 2), [batch(91), batch(90, samples=1, without=ALL)]],
+    "one_sample_without_labels_and_nothing_else": [window(0, 2), [batch(89, samples=1, without=ALL)]],
     "parts_on_one_rank": [window(0, 2), window(1, 2, rough=True)],
 }
 

@@ -78,6 +78,17 @@ class Divides(Failing):
     def fail(self, loss):
         return loss * 0 / 0
 
+@register_task("undrawable")
+class Undrawable(Classification):
+    def draw(self, prediction, batch):
+        raise ValueError("draw went wrong")
+
+class NamingLogger:
+    def log(self, step, scalars):
+        raise RuntimeError("igloo of log")
+    def close(self):
+        pass
+
 class FailingLogger:
     def log(self, step, scalars):
         if step:
@@ -343,20 +354,26 @@ def test_an_error_on_one_rank_ends_the_job_on_all_d5(tmp_path: Path) -> None:
     assert empty_folders(tmp_path) == []
 
 
+FAULTS = "hangs", "killed", "divides", "logger", "config", "draws", "names"
+
+
 def test_what_one_rank_does_is_noticed_by_the_other(forked: Forked, tmp_path: Path) -> None:
     """Nobody ends rank 0 here."""
     common = [*SMALL, "parallel.timeout_s=5"]
-    folders = {name: tmp_path / name for name in ("hangs", "killed", "divides", "logger", "config")}
+    folders = {name: tmp_path / name for name in FAULTS}
     for folder in folders.values():
         folder.mkdir()
     logger = ["+tasks=[cls]", "plugins=[awkward_tasks]", "loggers=[{_target_: awkward_tasks.FailingLogger}]"]
     only_there = ["+tasks=[cls]", "seed=${oc.env:RANK}000000000000"]  # 0 on rank 0, too large on rank 1
-    hangs, killed, divides, logs, config = forked.run(
+    naming = [*logger[:2], "loggers=[{_target_: awkward_tasks.NamingLogger}]"]
+    hangs, killed, divides, logs, config, draws, names = forked.run(
         job(folders["hangs"], *task("hangs"), *common, "hydra.run.dir=here", ends_rest=True),
         job(folders["killed"], *task("killed"), *common, "hydra.run.dir=here"),
         job(folders["divides"], *task("divides"), *common, "hydra.run.dir=here"),
         job(folders["logger"], *logger, *common, "hydra.run.dir=here"),
         job(folders["config"], *only_there, *common),
+        job(folders["draws"], *task("undrawable"), *SMALL, "hydra.run.dir=here"),
+        job(folders["names"], *naming, *SMALL, "hydra.run.dir=here"),
     )
 
     lost = "rank 0: error: lost another rank: it has ended, or didn't come within parallel.timeout_s. "
@@ -374,6 +391,14 @@ def test_what_one_rank_does_is_noticed_by_the_other(forked: Forked, tmp_path: Pa
     assert divides.codes == [2, 2]
     assert divides.err[0].startswith("rank 0: error: step 3: rank 1: the loss of task 'divides' is nan")
     assert state(folders["divides"] / "here")["progress"]["steps"] == 2
+
+    # only rank 0 draws, and all have saved before it fails
+    assert draws.codes == [2, 1]
+    assert draws.err[0].startswith("rank 0: error: ")
+    assert "draw went wrong" in draws.err[0]
+    assert state(folders["draws"] / "here")["progress"]["steps"] == 2
+
+    assert names.err[0].endswith("rank 0: error: RuntimeError: igloo of log\n")  # gloo hasn't said that
 
     # what nobody explains is traced, and the rank named
     assert logs.codes == [1, 1]
@@ -421,6 +446,7 @@ def test_what_all_ranks_have_to_say_is_said_once(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "multirun": ({}, ["--multirun", "batch_size=4,8"], "--multirun starts one training after the other"),
+    "mode": ({}, ["hydra.mode=MULTIRUN", "batch_size=4,8"], "--multirun starts one training after the other"),
     "none": ({}, ["parallel=none"], "parallel=none would train the same on each rank. Start it without"),
     "auto": ({}, ["plan=auto"], "plan=auto plans for one process. Run python -m mtaccum.plan, and give"),
     "plan": ({"command": "plan"}, [], "this command runs in one process: start it by python -m, without"),
