@@ -57,7 +57,8 @@ def shard(model: MultiTaskModel, ranks: Ranks | None = None) -> None:
 
 def _check_own(module: nn.Module, _: Any, result: Any) -> None:
     """Refuse results whose memory has gone with the gathered parameters."""
-    if any(t.numel() and not t.untyped_storage().nbytes() for t in tensors_of(result, strict=False)):
+    tensors = [t for t in tensors_of(result, strict=False) if t.layout == torch.strided and t.numel()]
+    if any(t.untyped_storage().nbytes() == 0 for t in tensors):
         raise ConfigError(
             "under parallel=fsdp a module can't return its own parameter, whose memory goes after each pass. "
             "Return parameter.clone()."
