@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,9 @@ ELSEWHERE = {
 }
 
 
+_NUMBERS = count()  # of runs whose folders the README doesn't name
+
+
 def test_every_block_is_of_a_kind_that_is_executed() -> None:
     assert {language for language, _ in BLOCKS} == {"sh", "python", "yaml"}
     assert len(BLOCKS) > 10
@@ -57,6 +61,11 @@ def shell(line: str, folder: Path, forked: Forked | None = None) -> None:
         if "--config-dir" in words:
             short = [word for word in short if not word.startswith("data.")]
         words = [*kept, *short]
+        if forked is not None and not any(
+            w.startswith(("hydra.run.dir=", "resume=", "--multirun")) for w in words
+        ):
+            # of their own, since two may begin in one second
+            words.append(f"hydra.run.dir=outputs/2099-01-01/{next(_NUMBERS):02}")
     if words[0] == "tensorboard":
         words = [sys.executable, "-m", "tensorboard.main", "--inspect", *words[1:]]  # reads, doesn't serve
     if words[0] == "python" and words[1].startswith("benchmarks/"):
