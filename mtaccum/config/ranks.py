@@ -22,7 +22,8 @@ _LAUNCH = "torchrun --nproc-per-node 2 -m mtaccum.train ..."
 _PATIENCE_S = 3.0
 # what gloo and NCCL say, in plain RuntimeErrors, of a rank that has gone or doesn't answer
 _LOST = re.compile(
-    r"gloo/|ProcessGroup|WorkNCCL|NCCL (error|communicator|watchdog|timeout)|onnection (closed|reset) by peer"
+    r"gloo/|ProcessGroup|WorkNCCL|NCCL (error|communicator|watchdog|timeout)"
+    r"|[Cc]onnection (closed|reset) by peer"
 )
 _MULTIRUN = re.compile(r"\+{0,2}hydra\.mode=multirun", re.IGNORECASE)
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import AdamW, Optimizer
 
 from mtaccum.batch import batch_size_of, split_batch, take_part
@@ -23,6 +21,8 @@ from mtaccum.memory.flops import flops_of
 from mtaccum.memory.kernels import CpuKernels
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
 from mtaccum.memory.refusals import NoRecurrence, check_arguments, check_model, check_optimizer, explained
+from mtaccum.memory.shortened import Noting, shortened
+from mtaccum.memory.substitutes import NoScaler, as_on_cuda, offloading
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.memory.watching import state_tensors, watching
 from mtaccum.model import MultiTaskModel, evaluating
@@ -127,7 +127,7 @@ class FakeTraining:
             "batchnorm": self.batchnorm,
             "max_grad_norm": max_grad_norm,
             "parallel": "none",
-            "scaler": _NoScaler() if precision == "fp16" else None,
+            "scaler": NoScaler() if precision == "fp16" else None,
         }
         self._build_model = build_model
         self._counting: MultiTaskModel | None = None
@@ -149,7 +149,7 @@ class FakeTraining:
         with self.mode, explained(model):
             self.optimizer = check_optimizer(build_optimizer(model))
             if self.device_type == "cuda":
-                _as_on_cuda(self.optimizer)
+                as_on_cuda(self.optimizer)
             held = [*model.parameters(), *model.buffers()]
             self.copies = [torch.empty_like(tensor) for _ in range(copies) for tensor in held]
         self._learn_once()
@@ -181,7 +181,7 @@ class FakeTraining:
             **self._options,
         )
         sizes = [batch_size_of(micro_batch) for micro_batch in real]
-        plan, chosen = _shortened(self._counts(real, how.chunks), sizes)
+        plan, chosen = shortened(self._counts(real, how.chunks), sizes)
         with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")  # they are for whoever runs it
             batch = fake_nest(self.batch, self.mode)
@@ -196,11 +196,11 @@ class FakeTraining:
             tracker.label(state_tensors(self.optimizer), OPTIMIZER)
             tracker.label(self.copies, PARAMETERS)
             tracker.reset_peak()
-            window = _Noting(parts, lambda: tracker.flops)
+            window = Noting(parts, lambda: tracker.flops)
             start = tracker.current_bytes
-            offloading = _offloading() if how.offload else nullcontext()
+            away = offloading() if how.offload else nullcontext()
             kernels = CpuKernels() if self.device_type == "cpu" else nullcontext()
-            with kernels, tracker, watching(tracker, self.model, self.optimizer), offloading:
+            with kernels, tracker, watching(tracker, self.model, self.optimizer), away:
                 engine.step(window, plan)
         return Prediction(
             tracker.peak_bytes,
@@ -261,84 +261,3 @@ def predict_evaluation(training: FakeTraining, samples: int) -> int:
         with tracker:
             model(batch)
     return fixed + round((tracker.peak_bytes - fixed) * samples / max(1, batch_size_of(training.batch)))
-
-
-def _shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, dict[int, float]]:
-    """The micro-batches that tell of all, three of each kind, with how many each stands for; and the plan of
-    these. The second finds the gradients of the first one, and the last those of all."""
-    of_kind: dict[Any, list[int]] = {}
-    for index, size in enumerate(sizes):
-        of_kind.setdefault((size, tuple(plan.active(index))), []).append(index)
-    stands_for: dict[int, float] = {}
-    for indices in of_kind.values():
-        some = {*indices[:2], indices[-1]}
-        stands_for |= {index: len(indices) / len(some) for index in some}
-    chosen = dict(sorted(stands_for.items()))
-    counts = {name: tuple(numbers[i] for i in chosen) for name, numbers in plan.counts.items()}
-    parts = {name: tuple(lists[i] for i in chosen) for name, lists in plan.parts.items()}
-    return WindowPlan(counts, plan.weights, parts), chosen
-
-
-class _Noting(list[Any]):
-    """A window that notes a number whenever one of its micro-batches begins."""
-
-    def __init__(self, parts: Sequence[Any], noted: Callable[[], int]) -> None:
-        super().__init__(parts)
-        self._noted = noted
-
-    def __iter__(self) -> Iterator[Any]:
-        self._notes = []
-        for micro_batch in super().__iter__():
-            self._notes.append(self._noted())
-            yield micro_batch
-
-    def differences(self) -> list[int]:
-        """By how much the number grew during each."""
-        return [after - before for before, after in pairwise([*self._notes, self._noted()])]
-
-
-def _as_on_cuda(optimizer: Optimizer) -> None:
-    """Choose the implementation that PyTorch would choose on CUDA."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
-
-
-class _NoScaler:
-    """Stands for a GradScaler, which reads values; its factors take no memory worth counting."""
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * 1.0
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1.0)
-
-    def step(self, optimizer: Optimizer) -> None:
-        optimizer.step()
-
-    def update(self, new_scale: float | None = None) -> None:
-        pass
-
-    def get_scale(self) -> float:
-        return 1.0
-
-    def is_enabled(self) -> bool:
-        return True
-
-
-@contextmanager
-def _offloading() -> Iterator[None]:
-    """As ``save_on_cpu`` on a device: what is saved leaves it, and comes back for the backward."""
-
-    def pack(tensor: Tensor) -> Any:
-        return tensor.size(), tensor.stride(), tensor.dtype, tensor.requires_grad
-
-    def unpack(packed: Any) -> Tensor:
-        size, stride, dtype, requires_grad = packed
-        return torch.empty_strided(size, stride, dtype=dtype, requires_grad=requires_grad)
-
-    with saved_tensors_hooks(pack, unpack):
-        yield

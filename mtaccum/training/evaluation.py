@@ -78,28 +78,21 @@ def _alike_where_empty(metrics: Sequence[Metric], ranks: Ranks) -> None:
     torchmetrics would send one of its default dtype, which gloo then takes for the others' bytes."""
     if ranks.size == 1:
         return
-    lists = [
-        (metric, state)
-        for metric in metrics
-        for state in getattr(metric, "_defaults", ())
-        if isinstance(getattr(metric, state), list)
+    states = [
+        (metric, getattr(metric, name)) for metric in metrics for name in getattr(metric, "_defaults", ())
     ]
-    kinds = [
-        next(
-            (
-                (tuple(t.shape[1:]), t.dtype)
-                for t in getattr(metric, state)
-                if isinstance(t, Tensor) and t.dim()
-            ),
-            None,
-        )
-        for metric, state in lists
-    ]
-    for (metric, state), of_ranks in zip(lists, zip(*ranks.gather(kinds), strict=True), strict=True):
-        known = next((kind for kind in of_ranks if kind is not None), None)
-        if known is not None and not getattr(metric, state):
-            shape, dtype = known
-            setattr(metric, state, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
+    lists = [(metric, state) for metric, state in states if isinstance(state, list)]
+    of_all = ranks.gather([_kind(state) for _, state in lists])
+    for (metric, state), kinds in zip(lists, zip(*of_all, strict=True), strict=True):
+        kind = next(filter(None, kinds), None)
+        if kind is not None and not state:
+            shape, dtype = kind
+            state.append(torch.empty((0, *shape), dtype=dtype, device=metric.device))
+
+
+def _kind(tensors: Sequence[Any]) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and type of the rows that tensors consist of; None if there are none."""
+    return next(((tuple(t.shape[1:]), t.dtype) for t in tensors if isinstance(t, Tensor) and t.dim()), None)
 
 
 def weighted_loss(model: MultiTaskModel, evaluation: Evaluation) -> float:

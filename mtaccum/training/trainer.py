@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -20,7 +17,7 @@ from mtaccum.engine import Engine, StepResult, windows
 from mtaccum.errors import BatchError, NonfiniteError
 from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
-from mtaccum.parallel import gathered, in_step, spread_like
+from mtaccum.parallel import gathered, in_step
 from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
 from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
@@ -28,6 +25,7 @@ from mtaccum.training.interrupt import Interrupt, interruptible
 from mtaccum.training.loggers import Logger
 from mtaccum.training.pictures import Pictures
 from mtaccum.training.settings import Outcome, TrainerSettings
+from mtaccum.training.state import load_state, state_of
 from mtaccum.training.timeline import log_timeline
 
 
@@ -268,77 +266,18 @@ class Trainer:
         self.saved_steps = self.steps if name == LAST else self.saved_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """All that goes on from here: tensors and plain values. To be called on all ranks."""
-        optimizer, scheduler = self.engine.optimizer, self.engine.lr_scheduler
-        assert optimizer is not None
-        return {
-            "model": self.model.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "optimizer_class": type(optimizer).__name__,
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-            "scaler": None if self.engine.scaler is None else self.engine.scaler.state_dict(),
-            "rng": self.ranks.gather(torch.get_rng_state()),
-            "progress": {name: getattr(self, name) for name in _PROGRESS},
-        }
+        """All that goes on from here (``state_of``). To be called on all ranks."""
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``."""
-        assert self.engine.optimizer is not None
-        if (self.average is None) != (state["average"] is None):
-            has = "none" if state["average"] is None else "averaged weights"
-            raise ValueError(f"It holds {has}; set trainer.ema_decay as it was.")
-        # PyTorch loads another optimizer's state without a word, and fails in the first step
-        if (own := type(self.engine.optimizer).__name__) != state["optimizer_class"]:
-            raise ValueError(f"It was made with {state['optimizer_class']}, and this is {own}.")
-        like = self.model.state_dict()
-        self.model.load_state_dict(
-            {n: spread_like(v, like[n]) if n in like else v for n, v in state["model"].items()}
-        )
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-        self.engine.optimizer.load_state_dict(_spread(state["optimizer"], self.engine.optimizer))
-        if self.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        if self.engine.scaler is not None and state["scaler"] is not None:
-            self.engine.scaler.load_state_dict(state["scaler"])
-        if self.ranks.rank < len(state["rng"]):  # on more ranks than before the others go on with their seeds
-            torch.set_rng_state(state["rng"][self.ranks.rank])
-        for name in _PROGRESS:
-            setattr(self, name, state["progress"][name])
-        self.engine.steps = self.steps
-
-
-_PROGRESS = (
-    "steps",
-    "micro_batches",
-    "samples",
-    "epoch",
-    "samples_in_epoch",
-    "best",
-    "evaluations_since_best",
-    "evaluated_steps",
-)
+        """Go on from a ``state_dict`` (``load_state``)."""
+        load_state(self, state)
 
 
 def averaged(model: MultiTaskModel, decay: float) -> AveragedModel:
     """A copy of the model that follows an exponential moving average of its weights and buffers."""
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     return AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-
-
-def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer, spread over the ranks as its parameters are."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    like = dict(zip(indices, held, strict=False))
-    spread = {
-        index: {
-            name: spread_like(v, like[index]) if isinstance(v, Tensor) else v for name, v in entry.items()
-        }
-        for index, entry in state["state"].items()
-    }
-    return {**state, "state": spread}
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,0 +1,88 @@
+"""The state of a training: all that it takes to go on, on as many ranks as one likes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mtaccum.parallel import spread_like
+
+if TYPE_CHECKING:
+    from mtaccum.training.trainer import Trainer
+
+_PROGRESS = (
+    "steps",
+    "micro_batches",
+    "samples",
+    "epoch",
+    "samples_in_epoch",
+    "best",
+    "evaluations_since_best",
+    "evaluated_steps",
+)
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """All that goes on from here: tensors and plain values. To be called on all ranks."""
+    optimizer, scheduler = trainer.engine.optimizer, trainer.engine.lr_scheduler
+    assert optimizer is not None
+    return {
+        "model": trainer.model.state_dict(),
+        "average": None if trainer.average is None else trainer.average.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "optimizer_class": type(optimizer).__name__,
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if trainer.engine.scaler is None else trainer.engine.scaler.state_dict(),
+        "rng": trainer.ranks.gather(torch.get_rng_state()),
+        "progress": {name: getattr(trainer, name) for name in _PROGRESS},
+    }
+
+
+def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Go on from what ``state_of`` gave.
+
+    Raises:
+        ValueError: another optimizer, or averaged weights on one side only.
+        RuntimeError, KeyError: other parameters, as PyTorch says it.
+    """
+    assert trainer.engine.optimizer is not None
+    if (trainer.average is None) != (state["average"] is None):
+        has = "none" if state["average"] is None else "averaged weights"
+        raise ValueError(f"It holds {has}; set trainer.ema_decay as it was.")
+    # PyTorch loads another optimizer's state without a word, and fails in the first step
+    if (own := type(trainer.engine.optimizer).__name__) != state["optimizer_class"]:
+        raise ValueError(f"It was made with {state['optimizer_class']}, and this is {own}.")
+    like = trainer.model.state_dict()
+    trainer.model.load_state_dict(
+        {n: spread_like(v, like[n]) if n in like else v for n, v in state["model"].items()}
+    )
+    if trainer.average is not None:
+        trainer.average.load_state_dict(state["average"])
+    trainer.engine.optimizer.load_state_dict(_spread(state["optimizer"], trainer.engine.optimizer))
+    if trainer.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        trainer.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if trainer.engine.scaler is not None and state["scaler"] is not None:
+        trainer.engine.scaler.load_state_dict(state["scaler"])
+    if trainer.ranks.rank < len(state["rng"]):  # on more ranks than before the others go on with their seeds
+        torch.set_rng_state(state["rng"][trainer.ranks.rank])
+    for name in _PROGRESS:
+        setattr(trainer, name, state["progress"][name])
+    trainer.engine.steps = trainer.steps
+
+
+def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer, spread over the ranks as its parameters are."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    like = dict(zip(indices, held, strict=False))
+    spread = {
+        index: {
+            name: spread_like(v, like[index]) if isinstance(v, Tensor) else v for name, v in entry.items()
+        }
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": spread}
