@@ -176,6 +176,8 @@ def check_parallel(model: MultiTaskModel, parallel: str | None) -> Ranks:
 
 def check_alike(model: MultiTaskModel, ranks: Ranks) -> None:
     """Refuse models that differ between ranks: gradients would be added to those of other parameters."""
+    if ranks.size == 1:
+        return
     own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     own += [(name, tuple(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     for rank, theirs in enumerate(ranks.gather(own)):

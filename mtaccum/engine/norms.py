@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -18,6 +17,7 @@ from mtaccum.engine.replay import is_frozen
 from mtaccum.engine.window import WindowPlan
 from mtaccum.errors import ConfigError, listed, unknown_name
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.parallel.ranks import several
 
 POLICIES = ("keep", "freeze", "sync")
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -51,7 +51,7 @@ def synchronise_norms(model: MultiTaskModel, stacklevel: int) -> None:
     convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
     for name, child in list(model.named_children()):
         setattr(model, name, convert(child))
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not several():
         warnings.warn(
             "batchnorm='sync' joins the ranks of a process group, and there is one process only: it does "
             "what batchnorm='keep' does.",

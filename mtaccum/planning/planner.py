@@ -143,7 +143,7 @@ class _Planner:
     def recommend(self) -> Plan | None:
         """The best plan that fits. What makes gradients less exact is tried only where nothing else fits."""
         for exactness in (EXACT, IN_DISTRIBUTION, INEXACT):
-            self._leave_out_idle_tasks(exactness)
+            self._spare_idle_tasks(exactness)
             self._search(exactness)
             fitting = [p for p in self._known() if p.exactness == exactness and self._fits(p)]
             if fitting:
@@ -201,7 +201,7 @@ class _Planner:
         """What is not in the plans, and what may make the truth on a CUDA card differ."""
         return self._facts.notes(self._profile.ops)
 
-    def _leave_out_idle_tasks(self, exactness: int) -> None:
+    def _spare_idle_tasks(self, exactness: int) -> None:
         """Where some micro-batches lack the labels of a task, more of them may take fewer FLOPs."""
         for micro_batches in self._forests.micro_batches:
             alike = self._facts.exactness(micro_batches, frozenset())[0] == exactness

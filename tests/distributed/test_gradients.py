@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mtaccum import Classification, Engine, MultiTaskModel, Regression, Task
 from mtaccum.parallel import current_ranks
+from mtaccum.structure import map_tensors
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -71,6 +72,8 @@ CASES: dict[str, Windows] = {
     ],
     "one_sample_without_labels": [window(0, 2), [batch(91), batch(90, samples=1, without=ALL)]],
     "one_sample_without_labels_and_nothing_else": [window(0, 2), [batch(89, samples=1, without=ALL)]],
+    "an_empty_batch_first": [[map_tensors(batch(88), lambda t: t[:0]), batch(87)], []],
+    "a_batch_that_can_not_be_cut": [[batch(86, edges=torch.zeros(2, 7))], []],
     "parts_on_one_rank": [window(0, 2), window(1, 2, rough=True)],
 }
 
