@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,15 +21,16 @@ from models import dense_model
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from mtaccum import Classification, MultiTaskModel, Regression, Segmentation
+from mtaccum import Classification, MultiTaskModel, Regression, Segmentation, StepOptions
 from mtaccum.memory import FakeTraining
 
 __all__ = ["ADAMW", "OF_CONFIG", "SGDM", "Spec", "Subject", "subject_of"]
 
 ADAMW, SGDM, ADAM, OF_CONFIG = "AdamW", "SGD, momentum", "Adam", "as configured"
 _CLASSES = 13
+_DEFAULTS = StepOptions()
 # what "with recompute" is for each trunk of timm
-_PARTS: dict[str, tuple[str, ...]] = {
+_SEGMENTS: dict[str, tuple[str, ...]] = {
     "resnet18": ("trunk.body.conv1", "trunk.body.layer*"),
     "vit_tiny_patch16_224": ("trunk.body.model.blocks.*", "seg"),
     "convnext_atto": ("trunk.body.stages_*",),
@@ -90,21 +91,21 @@ class Subject:
     Attributes:
         build: makes the model.
         batch: of one step.
-        parts: what is recomputed where a step is run "with recompute".
+        segments: what is recomputed where a step is run "with recompute".
         optimizers: by name; each makes the optimizer of a model.
-        options: further arguments of both ``FakeTraining`` and ``Engine``.
+        options: of its steps, but for what is compared.
     """
 
     build: Callable[[], MultiTaskModel]
     batch: Any
-    parts: tuple[str, ...]
+    segments: tuple[str, ...]
     optimizers: Mapping[str, Callable[[MultiTaskModel], Optimizer]]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: StepOptions = _DEFAULTS
 
     def fake(self, optimizer: str) -> FakeTraining:
         """On fake tensors, for predictions and plans."""
         return FakeTraining(
-            self.build, self.batch, build_optimizer=self.optimizers[optimizer], **self.options
+            self.build, self.batch, build_optimizer=self.optimizers[optimizer], options=self.options
         )
 
     def real(self, optimizer: str) -> tuple[MultiTaskModel, Optimizer]:
@@ -143,14 +144,14 @@ def _config(spec: Spec) -> Subject:
     def keep(config: RunConfig) -> int:
         batch = fake_training(config, "cpu")[0].batch
         config = prepare(config).config  # in which the heads' channels are filled in
-        parts = ("trunk.stem", "trunk.levels.*") if config.trunk else tuple(config.tasks)
-        options = {"precision": config.engine.precision, "max_grad_norm": config.engine.max_grad_norm}
+        segments = ("trunk.stem", "trunk.levels.*") if config.trunk else tuple(config.tasks)
+        options = StepOptions(precision=config.engine.precision, max_grad_norm=config.engine.max_grad_norm)
 
         def build() -> MultiTaskModel:
             return build_model(config)[0]
 
         optimizers = {OF_CONFIG: partial(build_optimizer, config)}
-        found.append(Subject(build, batch, parts, optimizers, options))
+        found.append(Subject(build, batch, segments, optimizers, options))
         return 0
 
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +206,7 @@ def _timm(spec: Spec) -> Subject:
     batch = _labelled(["seg"], spec.samples, spec.pixels, spec.pixels)
     batch["depth"] = torch.rand(spec.samples, 1, spec.pixels, spec.pixels)
     batch["cls"] = torch.randint(0, 10, (spec.samples,))
-    return Subject(build, batch, _PARTS[spec.name], {ADAMW: _adamw, SGDM: _sgd})
+    return Subject(build, batch, _SEGMENTS[spec.name], {ADAMW: _adamw, SGDM: _sgd})
 
 
 def _deeplab(spec: Spec) -> Subject:
@@ -217,5 +218,5 @@ def _deeplab(spec: Spec) -> Subject:
         return _segmenting(trunk, {name: deeplab_head(trunk.channels, _CLASSES) for name in names})
 
     batch = _labelled(names, spec.samples, spec.pixels, spec.pixels * 4 // 3)
-    parts = tuple(f"trunk.layer{stage}" for stage in (1, 2, 3, 4))
-    return Subject(build, batch, parts, {ADAM: _adam})
+    segments = tuple(f"trunk.layer{stage}" for stage in (1, 2, 3, 4))
+    return Subject(build, batch, segments, {ADAM: _adam})

@@ -13,9 +13,9 @@ from typing import Any
 from accuracy_cases import Spec, Subject, subject_of
 from torch.optim import Optimizer
 
-from mtaccum import Engine, InexactWarning, MultiTaskModel, split_batch
+from mtaccum import Engine, InexactWarning, MultiTaskModel, StepOptions, split_batch
 from mtaccum.engine import SCHEDULES
-from mtaccum.memory import How, measure_step
+from mtaccum.memory import measure_step
 from mtaccum.planning import Plan, budget_of, plan_training
 
 __all__ = ["find_plan_of", "measure_predictions", "plan_and_run", "ways_of"]
@@ -23,10 +23,11 @@ __all__ = ["find_plan_of", "measure_predictions", "plan_and_run", "ways_of"]
 MICRO_BATCHES = (1, 4)
 
 
-def ways_of(subject: Subject) -> Iterator[How]:
-    """Each schedule, with and without recompute, in one and in four micro-batches."""
-    for schedule, parts, number in product(SCHEDULES, ((), subject.parts), MICRO_BATCHES):
-        yield How(schedule, number, parts)
+def ways_of(subject: Subject) -> Iterator[tuple[StepOptions, int]]:
+    """Options of a step and its number of micro-batches: each schedule, with and without recompute, in one
+    and in four micro-batches."""
+    for schedule, segments, number in product(SCHEDULES, ((), subject.segments), MICRO_BATCHES):
+        yield subject.options.changed({"schedule": schedule, "recompute": segments}), number
 
 
 def measure_predictions(spec: Spec) -> list[dict[str, Any]]:
@@ -36,17 +37,18 @@ def measure_predictions(spec: Spec) -> list[dict[str, Any]]:
     for optimizer_name in subject.optimizers:
         training = subject.fake(optimizer_name)
         model, optimizer = subject.real(optimizer_name)
-        step(subject, model, optimizer, How())  # what is measured are later steps, with the optimizer's state
-        for how in ways_of(subject):
-            predicted = training.predict(how)
-            measured = step(subject, model, optimizer, how)
+        # what is measured are later steps, with the optimizer's state
+        step(subject, model, optimizer, subject.options, 1)
+        for options, accumulate in ways_of(subject):
+            predicted = training.predict(options, accumulate)
+            measured = step(subject, model, optimizer, options, accumulate)
             rows.append(
                 {
                     "model": spec.title,
                     "optimizer": optimizer_name,
-                    "schedule": how.schedule,
-                    "recompute": list(how.recompute),
-                    "accumulate": how.accumulate,
+                    "schedule": options.schedule,
+                    "recompute": list(options.recompute),
+                    "accumulate": accumulate,
                     "predicted_bytes": predicted.peak_bytes,
                     "measured_bytes": measured["peak_bytes"],
                     "predicted_start_bytes": predicted.start_bytes,
@@ -60,26 +62,20 @@ def measure_predictions(spec: Spec) -> list[dict[str, Any]]:
     return rows
 
 
-def step(subject: Subject, model: MultiTaskModel, optimizer: Optimizer, how: How) -> dict[str, int]:
+def step(
+    subject: Subject, model: MultiTaskModel, optimizer: Optimizer, options: StepOptions, accumulate: int
+) -> dict[str, int]:
     """A real step's peak and start in live tensor bytes."""
-    engine = engine_of(subject, model, optimizer, how)
+    engine = Engine(model, optimizer, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InexactWarning)  # BatchNorm in micro-batches: here bytes matter
-        report = measure_step(engine, split_batch(subject.batch, how.accumulate))[1]
+        report = measure_step(engine, split_batch(subject.batch, accumulate))[1]
     return {"peak_bytes": report.peak_bytes, "start_bytes": report.start_bytes}
 
 
-def engine_of(subject: Subject, model: MultiTaskModel, optimizer: Optimizer, how: How) -> Engine:
-    """The engine that runs a step so."""
-    return Engine(
-        model,
-        optimizer,
-        schedule=how.schedule,
-        recompute=list(how.recompute),
-        groups=[list(group) for group in how.groups],
-        chunks=dict(how.chunks),
-        **subject.options,
-    )
+def _summed(subject: Subject) -> StepOptions:
+    """Of the joint backward."""
+    return subject.options.changed({"schedule": "summed"})
 
 
 def plan_and_run(spec: Spec, optimizer_name: str, part: float) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def plan_and_run(spec: Spec, optimizer_name: str, part: float) -> dict[str, Any]
     """
     subject = subject_of(spec)
     training = subject.fake(optimizer_name)
-    ample = plan_training(training, budget_of(training.predict(How("summed")).peak_bytes, "cpu"))
+    ample = plan_training(training, budget_of(training.predict(_summed(subject)).peak_bytes, "cpu"))
     smallest, split = ample.smallest.peak_bytes, ample.schedules["split"].peak_bytes
     budget = int(smallest + part * (split - smallest))
     plan = plan_training(training, budget_of(budget, "cpu")).recommended
@@ -104,8 +100,8 @@ def plan_and_run(spec: Spec, optimizer_name: str, part: float) -> dict[str, Any]
     if plan is None:
         return {**row, "plan": None}
     model, optimizer = subject.real(optimizer_name)
-    step(subject, model, optimizer, plan.how)
-    measured = step(subject, model, optimizer, plan.how)["peak_bytes"]
+    step(subject, model, optimizer, plan.options, plan.accumulate)
+    measured = step(subject, model, optimizer, plan.options, plan.accumulate)["peak_bytes"]
     return {
         **row,
         **_of_plan(plan),
@@ -120,7 +116,7 @@ def find_plan_of(spec: Spec, part: float) -> dict[str, Any]:
     subject = subject_of(spec)
     started, cpu_started = time.monotonic(), time.process_time()
     training = subject.fake(next(iter(subject.optimizers)))
-    summed = training.predict(How("summed")).peak_bytes
+    summed = training.predict(_summed(subject)).peak_bytes
     report = plan_training(training, budget_of(int(part * summed), "cpu"))
     plan, elapsed_s = report.recommended, time.monotonic() - started
     kib = 1 if sys.platform != "darwin" else 1024  # in bytes on macOS
@@ -144,7 +140,7 @@ def find_plan_of(spec: Spec, part: float) -> dict[str, Any]:
 
 def _of_plan(plan: Plan) -> dict[str, Any]:
     return {
-        "plan": f"{plan.describe()}, K={plan.how.accumulate}",
+        "plan": f"{plan.describe()}, K={plan.accumulate}",
         "overrides": plan.overrides(),
         "flops_over_summed": plan.flops_over_summed,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 from models import dense_model
 from torch import Tensor, nn
 
-from mtaccum import MultiTaskModel, Segmentation, WindowPlan, split_backward
+from mtaccum import LabelCounts, MultiTaskModel, Segmentation, StepOptions, split_backward
 from mtaccum.engine import SCHEDULES
-from mtaccum.engine.bind import bind
+from mtaccum.engine.binding import Binding
 from mtaccum.engine.result import LossLog
+from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.model import ROOT
+from mtaccum.parallel import SingleProcess
 
 __all__ = ["RECOMPUTED", "Case", "build_case", "dense_case"]
 
@@ -47,8 +50,12 @@ class Case:
         if schedule == RECOMPUTED:
             self._run_recomputed()
             return
-        plan = WindowPlan.of(self.model.tasks_by_name(), [self.batch])
-        roots, inputs = bind(self.model, self.batch, plan, 0, plan.active(0), LossLog(plan))
+        labels, ranks = LabelCounts.of(self.model.tasks_by_name(), [self.batch]), SingleProcess()
+        counts = WindowCounts.agreed(labels, self.model, ranks)
+        log = LossLog(counts)
+        binding = Binding(self.model, StepOptions(), ranks, counts, log, nullcontext, True, self.batch, 0)
+        roots, inputs = binding.bound(labels.active_in(0))
+        del binding
         SCHEDULES[schedule](roots, {ROOT: inputs}, Tensor.backward)
 
     def _run_recomputed(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps of the engine for ``peak_memory.py``: the trunk recomputed in parts, a batch in K micro-batches.
+"""Steps of the engine for ``peak_memory.py``: the trunk recomputed in segments, a batch in K micro-batches.
 
 Whole optimizer steps by the engine's own ``split``, on the dense model with 8 heads and one batch.
 """
@@ -31,15 +31,15 @@ __all__ = [
 HEADS = 8
 # The trunk is a Sequential of eight blocks, the first two of which work on twice the resolution and keep more
 # than half of the bytes.
-PARTS = ("trunk.0", "trunk.1", "trunk[2:8]")
+SEGMENTS = ("trunk.0", "trunk.1", "trunk[2:8]")
 KEPT = "nothing"
 # What is recomputed, and K, by name.
 WAYS: dict[str, tuple[tuple[str, ...], int]] = {
     **{f"K={number}": ((), number) for number in (1, 2, 4, 8)},
     "trunk": (("trunk",), 1),
     "blocks": (("trunk.*",), 1),
-    "parts": (PARTS, 1),
-    "parts, K=4": (PARTS, 4),
+    "segments": (SEGMENTS, 1),
+    "segments, K=4": (SEGMENTS, 4),
 }
 BASELINE = "K=1"
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -60,8 +60,8 @@ def _windows(device: str, quick: bool) -> Windows:
     case = dense_case(HEADS, device, **({"width": 32, "pixels": 64} if quick else {}))
     optimizer = SGD(case.model.parameters(), lr=1e-4, momentum=0.9)
     return {
-        name: (Engine(case.model, optimizer, recompute=parts), split_batch(case.batch, number))
-        for name, (parts, number) in WAYS.items()
+        name: (Engine(case.model, optimizer, recompute=segments), split_batch(case.batch, number))
+        for name, (segments, number) in WAYS.items()
     }
 
 

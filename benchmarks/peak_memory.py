@@ -2,7 +2,7 @@
 
 Memory is measured in a fresh process for each model and schedule; on the CPU it is live tensor bytes, the
 same on any machine. Time is measured apart, without the tracker, with the schedules taking turns in one
-process per model. A second table is of the engine's steps, with parts of the trunk recomputed and in K
+process per model. A second table is of the engine's steps, with segments of the trunk recomputed and in K
 micro-batches. See README.md beside this file.
 """
 
@@ -155,7 +155,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure_all_steps(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each way of running the engine's step."""
-    print("steps with parts of the trunk recomputed, and in micro-batches ...", flush=True)
+    print("steps with segments of the trunk recomputed, and in micro-batches ...", flush=True)
     listed = [list(WAYS)] if options.quick else [[name] for name in WAYS]
     rows = [row for names in listed for row in in_process("step-memory", names, options)]
     add_ratios(rows, in_process("step-times", list(WAYS), options))

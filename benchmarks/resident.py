@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from accuracy_cases import Spec, subject_of
-from accuracy_measures import engine_of
 
-from mtaccum import InexactWarning, split_batch
-from mtaccum.memory import How
+from mtaccum import Engine, InexactWarning, split_batch
 
 __all__ = ["ALLOCATOR", "measure_resident", "unavailable"]
 
@@ -47,10 +45,11 @@ def measure_resident(spec: Spec, schedule: str, recompute: bool, accumulate: int
     """
     subject = subject_of(spec)
     optimizer_name = next(iter(subject.optimizers))
-    how = How(schedule, accumulate, subject.parts if recompute else ())
-    engine = engine_of(subject, *subject.real(optimizer_name), how)
-    small = split_batch(subject.batch, len(subject.batch["image"]) // _SMALL_STEP)[: how.accumulate]
-    window = split_batch(subject.batch, how.accumulate)
+    segments = subject.segments if recompute else ()
+    options = subject.options.changed({"schedule": schedule, "recompute": segments})
+    engine = Engine(*subject.real(optimizer_name), options=options)
+    small = split_batch(subject.batch, len(subject.batch["image"]) // _SMALL_STEP)[:accumulate]
+    window = split_batch(subject.batch, accumulate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InexactWarning)
         engine.step(small)
@@ -61,14 +60,14 @@ def measure_resident(spec: Spec, schedule: str, recompute: bool, accumulate: int
         engine.step(window)
         peak_bytes = _status_bytes("VmHWM")
     # only now, or what it leaves behind would be part of the start
-    predicted = subject.fake(optimizer_name).predict(how)
+    predicted = subject.fake(optimizer_name).predict(options, accumulate)
     resident, tensors = peak_bytes - start_bytes, predicted.peak_bytes - predicted.start_bytes
     return {
         "model": spec.title,
         "optimizer": optimizer_name,
-        "schedule": how.schedule,
-        "recompute": list(how.recompute),
-        "accumulate": how.accumulate,
+        "schedule": schedule,
+        "recompute": list(segments),
+        "accumulate": accumulate,
         "predicted_bytes": tensors,
         "resident_bytes": resident,
         "resident_start_bytes": start_bytes,

@@ -72,7 +72,7 @@ def engines_of(case: Case) -> dict[str, Engine]:
     model, optimizer = case.model, optimizer_of(case)
     return {
         "split": Engine(model, optimizer),
-        "grouped": Engine(model, optimizer, groups=[list(model.tasks)]),
+        "grouped": Engine(model, optimizer, head_groups=[list(model.tasks)]),
         "summed": Engine(model, optimizer, schedule="summed"),
     }
 

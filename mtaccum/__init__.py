@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from mtaccum.batch import register_split, split_batch
+from mtaccum.batch import register_split, split_batch, windows
 from mtaccum.engine import (
     Engine,
+    LabelCounts,
+    StepOptions,
     StepResult,
-    WindowPlan,
     sequential_backward,
     split_backward,
-    windows,
 )
 from mtaccum.errors import (
     BatchError,
@@ -47,6 +47,7 @@ __all__ = [
     "FeatureError",
     "InexactWarning",
     "InplaceError",
+    "LabelCounts",
     "LabelError",
     "MtaccumError",
     "MultiTaskModel",
@@ -56,10 +57,10 @@ __all__ = [
     "PredictionError",
     "Regression",
     "Segmentation",
+    "StepOptions",
     "StepResult",
     "Task",
     "TaskError",
-    "WindowPlan",
     "__version__",
     "check_exactness",
     "evaluate",

@@ -1,19 +1,23 @@
-"""Batches as loaders make them: reading an entry, counting and splitting samples, moving to a device."""
+"""Batches as loaders make them: reading an entry, counting and splitting samples, moving to a device.
+
+The lists of them between two optimizer steps are windows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mtaccum.errors import BatchError
+from mtaccum.errors import BatchError, ConfigError
 from mtaccum.structure import describe, unpacker
 
+T = TypeVar("T")
 Split = Callable[[Any, list[int]], list[Any]]
 
 _splits: dict[type, Split] = {}
@@ -24,7 +28,7 @@ def register_split(cls: type, split: Split) -> None:
 
     Args:
         cls: the type; subclasses are included.
-        split: ``split(batch, sizes)`` returns one part per entry of ``sizes``, of that many samples.
+        split: ``split(batch, sizes)`` returns one batch per entry of ``sizes``, of that many samples.
     """
     _splits[cls] = split
 
@@ -119,95 +123,97 @@ def _parts(nest: Any) -> list[Any]:
     return [] if handler is None or isinstance(nest, list) else list(handler[0](nest))
 
 
-def split_sizes(samples: int, parts: int) -> list[int]:
-    """Sizes of ``parts`` parts that differ by at most one, larger ones first: 64 in 5 is 13,13,13,13,12."""
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise BatchError(f"can't split a batch into {parts!r} parts; valid is a whole number from 1.")
-    if parts > samples:
+def split_sizes(samples: int, number: int) -> list[int]:
+    """Sizes of so many pieces that differ by at most one, larger ones first: 64 in 5 is 13,13,13,13,12."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise BatchError(
-            f"can't split {samples} samples into {parts} micro-batches: each needs at least one sample. "
+            f"can't split a batch into {number!r} micro-batches; valid is a whole number from 1."
+        )
+    if number > samples:
+        raise BatchError(
+            f"can't split {samples} samples into {number} micro-batches: each needs at least one sample. "
             f"Ask for at most {samples}, or for a larger batch."
         )
-    size, larger = divmod(samples, parts)
-    return [size + 1] * larger + [size] * (parts - larger)
+    size, larger = divmod(samples, number)
+    return [size + 1] * larger + [size] * (number - larger)
 
 
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch into micro-batches whose sizes differ by at most one sample.
+def split_batch(batch: Any, micro_batches: int) -> list[Any]:
+    """Split a batch into micro-batches whose sizes differ by at most one sample.
 
-    Tensors are cut along their first dimension (the parts are views), lists of one entry per sample
-    likewise; tensors without dimensions and plain values go into every part.
+    Tensors are split along their first dimension (into views), lists of one entry per sample likewise;
+    tensors without dimensions and plain values go into every micro-batch.
 
     Args:
         batch: any nest of tensors and lists (see ``batch_size_of`` for how lists are read), or a type
             made known by ``register_split``.
-        parts: how many micro-batches; at most the number of samples.
+        micro_batches: how many; at most the number of samples.
 
     Raises:
-        BatchError: more parts than samples, or an entry that has another number of samples.
+        BatchError: more micro-batches than samples, or an entry that has another number of samples.
     """
-    return _in_parts(batch, split_sizes(batch_size_of(batch), parts))
+    return _split(batch, split_sizes(batch_size_of(batch), micro_batches))
 
 
 def take_samples(batch: Any, samples: int) -> Any:
-    """The first ``samples`` of a batch (at least 1, at most all of it), cut as by ``split_batch``."""
+    """The first ``samples`` of a batch (at least 1, at most all of it), taken as by ``split_batch``."""
     rest = batch_size_of(batch) - samples
-    return batch if rest == 0 else _in_parts(batch, [samples, rest])[0]
+    return batch if rest == 0 else _split(batch, [samples, rest])[0]
 
 
-def take_part(nest: Any, samples: int, parts: int, index: int) -> Any:
-    """One of the parts into which ``split_batch`` would cut a nest of ``samples`` samples."""
-    return _in_parts(nest, split_sizes(samples, parts), [index])[0]
+def take_micro_batch(nest: Any, samples: int, micro_batches: int, index: int) -> Any:
+    """One of the micro-batches into which ``split_batch`` would split a nest of ``samples`` samples."""
+    return _split(nest, split_sizes(samples, micro_batches), [index])[0]
 
 
-def _in_parts(batch: Any, sizes: list[int], chosen: Sequence[int] | None = None) -> list[Any]:
-    """The parts of a batch, or those with the chosen numbers."""
+def _split(batch: Any, sizes: list[int], chosen: Sequence[int] | None = None) -> list[Any]:
+    """A batch in pieces of these sizes, or those of them with the chosen numbers."""
     chosen = range(len(sizes)) if chosen is None else chosen
     for cls in type(batch).__mro__:
         if cls in _splits:
-            parts = _splits[cls](batch, sizes)
-            return [parts[index] for index in chosen]
+            pieces = _splits[cls](batch, sizes)
+            return [pieces[index] for index in chosen]
     samples = sum(sizes)
     starts = [0, *accumulate(sizes)]
     slices = [slice(starts[index], starts[index + 1]) for index in chosen]
     if _is_field_list(batch):
-        return [[_cut(field, part, samples) for field in batch] for part in slices]
+        return [[_rows(field, rows, samples) for field in batch] for rows in slices]
     if type(batch) is tuple:
-        return [tuple(_cut(field, part, samples) for field in batch) for part in slices]
-    return [_cut(batch, part, samples) for part in slices]
+        return [tuple(_rows(field, rows, samples) for field in batch) for rows in slices]
+    return [_rows(batch, rows, samples) for rows in slices]
 
 
-def _cut(nest: Any, part: slice, samples: int) -> Any:
+def _rows(nest: Any, rows: slice, samples: int) -> Any:
     if isinstance(nest, Tensor):
         if nest.dim() == 0:
             return nest
         if nest.shape[0] != samples:
             raise BatchError(
-                f"an entry {describe(nest)} can't be cut with a batch of {samples} samples: its first "
+                f"an entry {describe(nest)} can't be split with a batch of {samples} samples: its first "
                 f"dimension is {nest.shape[0]}. Make it {samples} long, or put it into the batch as a "
                 f"plain (non-tensor) value."
             )
-        return nest[part]
+        return nest[rows]
     if isinstance(nest, list):
-        return _cut_list(nest, part, samples)
+        return _rows_of_list(nest, rows, samples)
     if isinstance(nest, np.ndarray) and nest.ndim and len(nest) == samples:
-        return nest[part]
+        return nest[rows]
     if type(nest) is tuple and _holds_samples(nest, samples):
-        return nest[part]
+        return nest[rows]
     handler = unpacker(nest)
     if handler is None:
         return nest
     unpack, pack = handler
-    return pack(nest, [_cut(field, part, samples) for field in unpack(nest)])
+    return pack(nest, [_rows(field, rows, samples) for field in unpack(nest)])
 
 
-def _cut_list(nest: list[Any], part: slice, samples: int) -> list[Any]:
+def _rows_of_list(nest: list[Any], rows: slice, samples: int) -> list[Any]:
     if len(nest) == samples:
-        return nest[part]
+        return nest[rows]
     if nest and all(_is_batched(entry, samples) for entry in nest):
-        return [_cut(entry, part, samples) for entry in nest]
+        return [_rows(entry, rows, samples) for entry in nest]
     raise BatchError(
-        f"a list of {len(nest)} entries can't be cut with a batch of {samples} samples: lists hold one "
+        f"a list of {len(nest)} entries can't be split with a batch of {samples} samples: lists hold one "
         f"entry per sample, or tensors of {samples} samples. Use a tuple for anything else."
     )
 
@@ -242,3 +248,25 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
     return a.type == b.type and (a.index or 0) == (b.index or 0)
+
+
+def windows(loader: Iterable[T], micro_batches: int = 1) -> Iterator[list[T]]:
+    """Lists of up to ``micro_batches`` consecutive batches; the last one holds what is left.
+
+    The batch size is then ``micro_batches`` times the loader's. To keep the batch size and split it into
+    micro-batches instead, use ``split_batch``.
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(f"micro_batches must be a whole number of at least 1, got {micro_batches!r}.")
+
+    def generate() -> Iterator[list[T]]:
+        window: list[T] = []
+        for batch in loader:
+            window.append(batch)
+            if len(window) == micro_batches:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    return generate()

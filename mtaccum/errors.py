@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+_INSIDE = (str(Path(__file__).parent), contextlib.__file__)
 
 
 class MtaccumError(ValueError):
@@ -52,6 +58,14 @@ class BudgetError(MtaccumError):
 
 class InexactWarning(UserWarning):
     """Training goes on, but its gradient is not the one of the joint loss over the whole batch."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line that called mtaccum, however deep inside the reason was noticed."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def first_line(error: BaseException) -> str:

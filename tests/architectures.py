@@ -35,7 +35,7 @@ class Architecture:
         build: makes the model, float64; always the same one after the same seed.
         batch: makes a micro-batch of so many samples from a seed.
         sizes: samples of three micro-batches. A window of one is the first.
-        parts: what to recompute, beside the whole trunk.
+        segments: what to recompute, beside the whole trunk.
         counts: labels of a window by task; None: each task counts samples.
         trunk: whether there is one.
     """
@@ -43,7 +43,7 @@ class Architecture:
     build: Callable[[], MultiTaskModel]
     batch: Batch
     sizes: tuple[int, int, int] = (4, 2, 3)
-    parts: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
     counts: Callable[[list[Any]], dict[str, float]] | None = None
     trunk: bool = True
 
@@ -63,8 +63,8 @@ class Architecture:
         return {name: sum(self.sizes[:micro_batches]) for name in self.model().enabled_tasks()}
 
     def recomputes(self) -> list[tuple[str, ...]]:
-        """What may be recomputed: nothing, the whole trunk, parts."""
-        return [(), *([("trunk",)] if self.trunk else []), *([self.parts] if self.parts else [])]
+        """What may be recomputed: nothing, the whole trunk, segments."""
+        return [(), *([("trunk",)] if self.trunk else []), *([self.segments] if self.segments else [])]
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
@@ -173,12 +173,12 @@ def two_heads(shared: nn.Module | None, a: nn.Module, b: nn.Module, **settings: 
 # --- containers of features -------------------------------------------------------------------------------
 
 
-@architecture(parts=("trunk.layer", "a"))
+@architecture(segments=("trunk.layer", "a"))
 def features_in_a_tuple() -> MultiTaskModel:
     return two_heads(trunk(lambda f: (f, 3, None, f * 2)), on(lambda f: f[0] * f[1]), on(lambda f: f[3]))
 
 
-@architecture(parts=("trunk.layer", "b.layer"))
+@architecture(segments=("trunk.layer", "b.layer"))
 def features_in_a_list() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: [f, [f.exp(), 2], None]), on(lambda f: f[0]), on(lambda f: f[1][0] * f[1][1])
@@ -201,7 +201,7 @@ def features_in_a_list_with_an_attribute() -> MultiTaskModel:
     return two_heads(trunk(make), on(lambda f: f[0] * f.stride), on(lambda f: f[1] / f.stride))
 
 
-@architecture(parts=("a", "b"))
+@architecture(segments=("a", "b"))
 def features_in_a_dict() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: {"f": f, "n": 2, "none": None, "deep": {"g": f.sin()}}),
@@ -224,7 +224,7 @@ def features_in_dicts_of_other_kinds() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_in_a_dataclass() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: Pyramid(f, f[:, :2], stride=3)),
@@ -250,7 +250,7 @@ def features_in_a_frozen_dataclass_with_slots() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("b",))
+@architecture(segments=("b",))
 def features_in_a_named_tuple() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: Pooled(f, 7)), on(lambda f: f.vector), on(lambda f: f.vector.exp() / f.level)
@@ -279,7 +279,7 @@ def features_in_a_dict_that_is_a_dataclass() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_in_the_named_result_of_an_operation() -> MultiTaskModel:
     # the indices are integers
     return two_heads(
@@ -287,7 +287,7 @@ def features_in_the_named_result_of_an_operation() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def as_many_features_as_there_are_samples() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: [row for row in f]),  # noqa: C416 (a list of rows, not of the tensor's values)
@@ -317,12 +317,12 @@ def up(take: Callable[[Any], Tensor]) -> Made:
     return Made(lambda self, f: self.layer(take(f)), layer=nn.Conv2d(3, 2, 1))
 
 
-@architecture(images, parts=("trunk.stem", "trunk.mid", "b"))
+@architecture(images, segments=("trunk.stem", "trunk.mid", "b"))
 def scales_of_which_a_head_uses_some() -> MultiTaskModel:
     return two_heads(Scales(), up(lambda f: f[0]), up(lambda f: F.interpolate(f[2], size=3) + f[1]))
 
 
-@architecture(images, parts=("trunk.stem", "trunk.top"))
+@architecture(images, segments=("trunk.stem", "trunk.top"))
 def a_scale_that_no_head_uses() -> MultiTaskModel:
     # its layer gets no gradient, which is None
     return two_heads(Scales(), up(lambda f: f[0]), up(lambda f: f[1]))
@@ -337,7 +337,7 @@ def features_that_no_head_uses_at_all() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("one", "three", "deepest"))
+@architecture(segments=("one", "three", "deepest"))
 def necks_on_necks() -> MultiTaskModel:
     def neck(above: str | tuple[str, ...], inputs: int) -> Neck:
         def run(self: Any, f: Any) -> dict[str, Tensor]:
@@ -368,7 +368,7 @@ def necks_on_necks() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("neck",))
+@architecture(segments=("neck",))
 def a_head_on_trunk_and_neck() -> MultiTaskModel:
     return MultiTaskModel(
         trunk(lambda f: {"f": f, "n": 2}),
@@ -394,7 +394,7 @@ def a_head_on_trunk_and_inputs() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("a", "trunk.layer"))
+@architecture(segments=("a", "trunk.layer"))
 def a_module_used_twice() -> MultiTaskModel:
     return two_heads(
         Made(lambda self, x: self.layer(self.layer(x).tanh()), layer=line(3, 3)),
@@ -403,14 +403,14 @@ def a_module_used_twice() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("a", "b.0"))
+@architecture(segments=("a", "b.0"))
 def a_weight_tied_between_heads() -> MultiTaskModel:
     a, b = line(), nn.Sequential(line(4, 4), nn.Tanh(), line())
     b[2].weight = a.weight
     return two_heads(trunk(lambda f: f), a, b)
 
 
-@architecture(parts=("a",))
+@architecture(segments=("a",))
 def a_layer_shared_by_heads() -> MultiTaskModel:
     layer = line(4, 4)
     return two_heads(
@@ -418,7 +418,7 @@ def a_layer_shared_by_heads() -> MultiTaskModel:
     )
 
 
-@architecture(tokens, parts=("a",))
+@architecture(tokens, segments=("a",))
 def a_weight_tied_between_trunk_and_head() -> MultiTaskModel:
     # as in language models: what embeds the tokens also scores them
     embed = nn.Embedding(7, 4)
@@ -427,7 +427,7 @@ def a_weight_tied_between_trunk_and_head() -> MultiTaskModel:
     return two_heads(Made(lambda self, x: self.embed(x).mean(1).tanh(), embed=embed), head, line())
 
 
-@architecture(parts=("neck",))
+@architecture(segments=("neck",))
 def a_weight_tied_between_trunk_neck_and_head() -> MultiTaskModel:
     one, two, three = line(3, 3), line(3, 3), line(3, 3)
     two.weight = three.weight = one.weight
@@ -439,7 +439,7 @@ def a_weight_tied_between_trunk_neck_and_head() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def a_parameter_among_the_features() -> MultiTaskModel:
     # the queries of a transformer
     return two_heads(
@@ -474,12 +474,12 @@ def a_buffer_among_the_features() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("a",))
+@architecture(segments=("a",))
 def features_that_are_the_inputs() -> MultiTaskModel:
     return two_heads(nn.Identity(), line(3), Made(lambda self, x: self.layer(x[:, :2]), layer=line(2)))
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def inputs_and_views_of_them_among_the_features() -> MultiTaskModel:
     return two_heads(
         Made(lambda self, x: {"x": x, "half": x[:, :2], "mask": x > 0, "f": self.layer(x)}, layer=line(3, 4)),
@@ -494,7 +494,7 @@ def with_gradient(samples: int, seed: int) -> dict[str, Tensor]:
     return batch
 
 
-@architecture(with_gradient, parts=("trunk.layer",))
+@architecture(with_gradient, segments=("trunk.layer",))
 def inputs_that_want_a_gradient() -> MultiTaskModel:
     return two_heads(
         Made(lambda self, x: (self.layer(x).tanh(), x, x[:, 1:]), layer=line(3, 4)),
@@ -503,7 +503,7 @@ def inputs_that_want_a_gradient() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_that_are_views_of_each_other() -> MultiTaskModel:
     def make(f: Tensor) -> dict[str, Tensor]:
         first, second = f.chunk(2, dim=1)  # several views from one operation
@@ -516,7 +516,7 @@ def features_that_are_views_of_each_other() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def one_feature_in_several_places() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: {"a": f, "b": [f, (f,)]}),
@@ -525,7 +525,7 @@ def one_feature_in_several_places() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_without_dimensions_or_values() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: (f.mean(), f[:, :0], f)),
@@ -534,7 +534,7 @@ def features_without_dimensions_or_values() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_of_which_some_have_no_graph() -> MultiTaskModel:
     def run(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
@@ -553,7 +553,7 @@ class Tagged(Tensor):
     """A tensor of a type of its own."""
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_of_a_tensor_type_of_its_own() -> MultiTaskModel:
     def take(f: Tensor) -> Tensor:
         assert type(f) is Tagged
@@ -562,7 +562,7 @@ def features_of_a_tensor_type_of_its_own() -> MultiTaskModel:
     return two_heads(trunk(lambda f: f.as_subclass(Tagged)), on(take), on(lambda f: take(f).exp()))
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def features_with_a_hook_on_their_gradient() -> MultiTaskModel:
     def make(f: Tensor) -> Tensor:
         if f.requires_grad:
@@ -575,7 +575,7 @@ def features_with_a_hook_on_their_gradient() -> MultiTaskModel:
 # --- operations -------------------------------------------------------------------------------------------
 
 
-@architecture(parts=("trunk.layer", "a.0"))
+@architecture(segments=("trunk.layer", "a.0"))
 def operations_in_place_on_own_tensors() -> MultiTaskModel:
     def run(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         f = self.layer(x)
@@ -608,7 +608,7 @@ def a_head_that_writes_into_a_view_of_its_copy() -> MultiTaskModel:
     return two_heads(trunk(lambda f: f), Made(head, layer=line()), line())
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def heads_without_parameters() -> MultiTaskModel:
     return two_heads(trunk(lambda f: f), nn.Identity(), Made(lambda self, f: f.cumsum(1)))
 
@@ -651,18 +651,18 @@ class Parts(torch.autograd.Function):
         return 2 * one + 2 * x * two
 
 
-@architecture(parts=("a", "trunk.layer"))
+@architecture(segments=("a", "trunk.layer"))
 def a_head_that_turns_the_gradient_round() -> MultiTaskModel:
     return two_heads(trunk(lambda f: f), on(Reverse.apply), line())
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def a_function_with_a_backward_of_its_own() -> MultiTaskModel:
     # of its three results each head uses one or two
     return two_heads(trunk(Parts.apply), on(lambda f: f[0] * f[1]), on(lambda f: f[2]))
 
 
-@architecture(parts=("trunk.layer", "b"))
+@architecture(segments=("trunk.layer", "b"))
 def a_loss_on_the_gradient_by_the_features() -> MultiTaskModel:
     def head(self: Any, f: Tensor) -> Tensor:
         score = self.layer(f).tanh().sum()
@@ -672,7 +672,7 @@ def a_loss_on_the_gradient_by_the_features() -> MultiTaskModel:
     return two_heads(trunk(lambda f: f), Made(head, layer=line()), line())
 
 
-@architecture(parts=("trunk.body", "trunk"))
+@architecture(segments=("trunk.body", "trunk"))
 def checkpoints_of_the_users_own() -> MultiTaskModel:
     def run(self: Any, x: Tensor) -> Tensor:
         return checkpoint(self.body, x, use_reentrant=False)
@@ -683,7 +683,7 @@ def checkpoints_of_the_users_own() -> MultiTaskModel:
     return two_heads(Made(run, body=layers(3)), Made(run, body=layers(4)), line())
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def complex_features() -> MultiTaskModel:
     weight = nn.Parameter(torch.rand(3, 2, dtype=torch.complex128))
     return two_heads(
@@ -703,7 +703,7 @@ def integers_only_for_features() -> MultiTaskModel:
     )
 
 
-@architecture(sequences, parts=("a",))
+@architecture(sequences, segments=("a",))
 def a_recurrent_trunk() -> MultiTaskModel:
     # returns (outputs, (hidden, cell))
     return two_heads(
@@ -726,7 +726,7 @@ def features_packed_by_length() -> MultiTaskModel:
     )
 
 
-@architecture(sequences, parts=("trunk.layers.0", "trunk.layers.1"))
+@architecture(sequences, segments=("trunk.layers.0", "trunk.layers.1"))
 def a_transformer_with_dropout() -> MultiTaskModel:
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.2, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -743,7 +743,7 @@ def a_transformer_with_dropout() -> MultiTaskModel:
 # --- normalisation and randomness -------------------------------------------------------------------------
 
 
-@architecture(images, parts=("trunk.0", "trunk.1", "a"))
+@architecture(images, segments=("trunk.0", "trunk.1", "a"))
 def batchnorm_and_dropout_everywhere() -> MultiTaskModel:
     def block(inputs: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(inputs, 3, 3), nn.BatchNorm2d(3), nn.Dropout2d(0.3), nn.ReLU())
@@ -751,7 +751,7 @@ def batchnorm_and_dropout_everywhere() -> MultiTaskModel:
     return two_heads(block(2), block(3), block(3))
 
 
-@architecture(images, parts=("trunk[1:3]", "a"))
+@architecture(images, segments=("trunk[1:3]", "a"))
 def other_normalisations() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(
@@ -766,7 +766,7 @@ def other_normalisations() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("a",))
+@architecture(segments=("a",))
 def slopes_drawn_at_random() -> MultiTaskModel:
     # RReLU fills in what its backward needs while it runs
     return two_heads(
@@ -774,7 +774,7 @@ def slopes_drawn_at_random() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.0", "a", "b.0"))
+@architecture(segments=("trunk.0", "a", "b.0"))
 def spectral_and_weight_norm() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(parametrizations.spectral_norm(line(3, 4)), nn.Tanh()),
@@ -789,7 +789,7 @@ def by_hook(make: Callable[..., nn.Module], layer: nn.Module) -> nn.Module:
         return make(layer)
 
 
-@architecture(parts=("trunk.0", "a"))
+@architecture(segments=("trunk.0", "a"))
 def spectral_and_weight_norm_by_hooks() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(by_hook(nn.utils.spectral_norm, line(3, 4)), nn.Tanh()),
@@ -798,7 +798,7 @@ def spectral_and_weight_norm_by_hooks() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk.layer",))
+@architecture(segments=("trunk.layer",))
 def a_layer_normalised_by_a_hook_and_used_twice() -> MultiTaskModel:
     # each use makes another weight
     return two_heads(
@@ -812,7 +812,7 @@ def a_layer_normalised_by_a_hook_and_used_twice() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("trunk", "a"))
+@architecture(segments=("trunk", "a"))
 def layers_dropped_at_random() -> MultiTaskModel:
     # by Python's own generator, and with noise of NumPy's; a layer that was not run has no gradient
     def run(self: Any, x: Tensor) -> Tensor:
@@ -827,7 +827,7 @@ def layers_dropped_at_random() -> MultiTaskModel:
     return two_heads(Made(run, layers=layers()), Made(run, layers=layers()), line(3))
 
 
-@architecture(parts=("trunk", "trunk.layer"))
+@architecture(segments=("trunk", "trunk.layer"))
 def a_codebook_that_follows_the_data() -> MultiTaskModel:
     # vector quantisation: the codes move in place in the forward, and the gradient goes straight through
     def run(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -845,10 +845,10 @@ def a_codebook_that_follows_the_data() -> MultiTaskModel:
     )
 
 
-# --- frozen, detached and disabled parts ------------------------------------------------------------------
+# --- frozen, detached and disabled nodes ------------------------------------------------------------------
 
 
-@architecture(parts=("trunk.0", "trunk.2"))
+@architecture(segments=("trunk.0", "trunk.2"))
 def a_trunk_that_is_frozen_in_part() -> MultiTaskModel:
     shared = nn.Sequential(line(3, 4), nn.BatchNorm1d(4), line(4, 4), nn.Tanh())
     shared[0].requires_grad_(False)
@@ -856,14 +856,14 @@ def a_trunk_that_is_frozen_in_part() -> MultiTaskModel:
     return two_heads(shared, line(), line())
 
 
-@architecture(parts=("trunk.0", "a"))
+@architecture(segments=("trunk.0", "a"))
 def a_trunk_that_is_frozen_whole() -> MultiTaskModel:
     # its statistics stay, in training mode too
     shared = nn.Sequential(line(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
     return two_heads(shared.requires_grad_(False), line(), line())
 
 
-@architecture(parts=("neck",))
+@architecture(segments=("neck",))
 def a_neck_that_is_frozen() -> MultiTaskModel:
     # the trunk learns through it
     neck = nn.Sequential(line(4, 4), nn.BatchNorm1d(4), nn.Tanh()).requires_grad_(False)
@@ -894,7 +894,7 @@ def normalised_head() -> nn.Sequential:
     return nn.Sequential(line(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), line(3))
 
 
-@architecture(parts=("frozen", "trunk.layer"))
+@architecture(segments=("frozen", "trunk.layer"))
 def heads_of_every_mode() -> MultiTaskModel:
     modes = {"learning": "train", "frozen": "frozen", "detached": "detached", "switched off": "off"}
     tasks = {name: Scored(normalised_head(), mode=mode) for name, mode in modes.items()}
@@ -902,7 +902,7 @@ def heads_of_every_mode() -> MultiTaskModel:
     return MultiTaskModel(trunk(lambda f: {"f": f, "n": 1}["f"]), tasks, inputs="x")
 
 
-@architecture(parts=("neck", "a"))
+@architecture(segments=("neck", "a"))
 def modes_on_a_neck() -> MultiTaskModel:
     return MultiTaskModel(
         trunk(lambda f: f),
@@ -925,7 +925,7 @@ def heads_that_are_all_detached() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("a",))
+@architecture(segments=("a",))
 def heads_frozen_by_their_parameters() -> MultiTaskModel:
     part = nn.Sequential(line(4, 4), nn.Tanh(), line())
     part[0].requires_grad_(False)
@@ -1005,7 +1005,7 @@ def losses_computed_in_the_forward() -> MultiTaskModel:
     )
 
 
-@architecture(parts=("a",))
+@architecture(segments=("a",))
 def losses_with_parameters_of_their_own() -> MultiTaskModel:
     # weighted by learned variances
     class Uncertain(Scored):
@@ -1027,12 +1027,12 @@ def one_task_only() -> MultiTaskModel:
 # --- no trunk ---------------------------------------------------------------------------------------------
 
 
-@architecture(parts=("a", "b.0"), trunk=False)
+@architecture(segments=("a", "b.0"), trunk=False)
 def no_trunk() -> MultiTaskModel:
     return two_heads(None, line(3), nn.Sequential(line(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)))
 
 
-@architecture(parts=("neck",), trunk=False)
+@architecture(segments=("neck",), trunk=False)
 def no_trunk_but_a_neck() -> MultiTaskModel:
     return MultiTaskModel(
         None,
@@ -1057,7 +1057,7 @@ def labelled(inputs: Any, target: Any, loss: Callable[[Any, Any], Any]) -> Multi
     )
 
 
-@architecture(parts=("a",))
+@architecture(segments=("a",))
 def batches_that_are_dicts() -> MultiTaskModel:
     return labelled("x", "y", distance("y"))
 
@@ -1137,7 +1137,7 @@ def encodings(samples: int, seed: int) -> Encoding:
     return Encoding(input_ids=ids, attention_mask=(ids > 0).double(), labels=ids[:, 0])
 
 
-@architecture(encodings, parts=("trunk.embed",))
+@architecture(encodings, segments=("trunk.embed",))
 def batches_like_a_tokenizers() -> MultiTaskModel:
     def run(self: Any, input_ids: Tensor, attention_mask: Tensor) -> ModelOutput:
         x = self.embed(input_ids) * attention_mask.unsqueeze(2)
@@ -1157,7 +1157,7 @@ def batches_like_a_tokenizers() -> MultiTaskModel:
     )
 
 
-@architecture(encodings, parts=("a",), trunk=False)
+@architecture(encodings, segments=("a",), trunk=False)
 def models_that_take_the_labels_as_inputs() -> MultiTaskModel:
     # each is a whole model of its own, and gets keyword arguments
     def run(self: Any, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -1211,7 +1211,7 @@ def detector(inputs: Any, targets: Any) -> MultiTaskModel:
     )
 
 
-@architecture(detections, parts=("trunk.conv", "boxes"))
+@architecture(detections, segments=("trunk.conv", "boxes"))
 def targets_in_lists_of_varying_length() -> MultiTaskModel:
     return detector("x", "targets")
 
@@ -1229,7 +1229,7 @@ def images_of_any_size(samples: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-@architecture(images_of_any_size, parts=("trunk",))
+@architecture(images_of_any_size, segments=("trunk",))
 def inputs_of_varying_size() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()),
@@ -1238,12 +1238,12 @@ def inputs_of_varying_size() -> MultiTaskModel:
     )
 
 
-@architecture(sizes=(1, 1, 1), parts=("trunk.layer",))
+@architecture(sizes=(1, 1, 1), segments=("trunk.layer",))
 def batches_of_one() -> MultiTaskModel:
     return two_heads(trunk(lambda f: (f, f.squeeze(0))), on(lambda f: f[0]), on(lambda f: f[1]))
 
 
-@architecture(sizes=(4, 0, 3), parts=("trunk.0",))
+@architecture(sizes=(4, 0, 3), segments=("trunk.0",))
 def an_empty_micro_batch() -> MultiTaskModel:
     # whose mean would be NaN
     return two_heads(nn.Sequential(line(3, 4), nn.BatchNorm1d(4)), line(), line())
@@ -1265,7 +1265,7 @@ def some_labels(samples: int, seed: int) -> dict[str, Any]:
 
 
 @architecture(
-    some_labels, parts=("a",), counts=lambda window: {"a": 4, "b": sum(len(b["x"]) for b in window)}
+    some_labels, segments=("a",), counts=lambda window: {"a": 4, "b": sum(len(b["x"]) for b in window)}
 )
 def targets_that_are_missing_now_and_then() -> MultiTaskModel:
     return labelled("x", "y", distance("y"))
@@ -1286,6 +1286,6 @@ def awkward_counts(window: list[Any]) -> dict[str, float]:
     }
 
 
-@architecture(awkward_batch, counts=awkward_counts, parts=("trunk.norm", "fpn", "deep", "seg", "cls"))
+@architecture(awkward_batch, counts=awkward_counts, segments=("trunk.norm", "fpn", "deep", "seg", "cls"))
 def all_of_it_at_once() -> MultiTaskModel:
     return awkward_model()

@@ -14,9 +14,10 @@ from helpers import Reference, joint_reference
 from torch import Tensor, nn
 
 from mtaccum import Classification, Engine, MultiTaskModel, Neck, Regression, Segmentation, StepResult, Task
-from mtaccum.parallel import current_ranks, shard, whole
+from mtaccum.parallel import current_ranks, full_tensor, shard
 
-KINDS = ("ddp", "fsdp")
+KINDS = ("ddp", "fsdp", "plain")
+UNSHARDED = ("ddp", "plain")  # of which each rank holds all parameters
 
 Build = Callable[[], MultiTaskModel]
 Windows = Sequence[list[Any]]  # one for each rank
@@ -84,16 +85,16 @@ class Both(nn.Module):
         return self.conv(torch.cat([features[0]["maps"], features[1]], dim=1))
 
 
-class InParts(Task):
-    """A loss of two parts; the second one only where the batch asks for it."""
+class InTerms(Task):
+    """A loss of two terms; the second one only where the batch asks for it."""
 
     def loss(self, prediction: Tensor, batch: Any) -> dict[str, Tensor]:
         known = ~batch[self.target].isnan()
         error = torch.where(known, prediction - batch[self.target].nan_to_num(), 0.0)
-        parts = {"square": error.square().sum() / known.sum()}
+        terms = {"square": error.square().sum() / known.sum()}
         if batch.get("rough"):
-            parts["rough"] = error.abs().sum() / known.sum()
-        return parts
+            terms["rough"] = error.abs().sum() / known.sum()
+        return terms
 
     def count(self, batch: Any) -> Any:
         return (~batch[self.target].isnan()).sum()
@@ -104,21 +105,21 @@ def tree(tied: bool = False, seed: int = 0) -> MultiTaskModel:
 
     trunk -- fpn -- vector -- bare (no parameters)
       |       |-- seg (on the trunk too)
-      |-- cls (class weights), alone (a feature of its own), parts (a loss of parts)
-      |-- aside (detached), again (on the maps; tied to ``parts`` if asked for)
+      |-- cls (class weights), side (a feature of its own), terms (a loss of terms)
+      |-- aside (detached), again (on the maps; tied to ``terms`` if asked for)
     """
     torch.manual_seed(seed)
-    parts = On("maps", 4, 2)
+    terms = On("maps", 4, 2)
     model = MultiTaskModel(
         Maps(),
         {
             "seg": Segmentation(num_classes=3, head=Both(), target="seg", on=("trunk", "fpn"), weight=0.7),
             "cls": Classification(3, head=On("maps", 4, 3), target="cls", class_weights=[1.0, 0.5, 3.0]),
             "bare": Regression(5, head=nn.Identity(), target="five", criterion="mse", on="vector"),
-            "alone": Regression(2, head=On("side", 3, 2), target="pair", weight=1.3),
-            "parts": InParts(parts, "other", weight=0.4),
+            "side": Regression(2, head=On("side", 3, 2), target="pair", weight=1.3),
+            "terms": InTerms(terms, "other", weight=0.4),
             "aside": Regression(2, head=On("maps", 4, 2), target="last", mode="detached"),
-            "again": Regression(2, head=On("maps", 4, 2, parts if tied else None), target="pair"),
+            "again": Regression(2, head=On("maps", 4, 2, terms if tied else None), target="pair"),
         },
         inputs="image",
         necks={"vector": Neck(Mean(), on="fpn"), "fpn": Neck(Pyramid())},
@@ -163,7 +164,7 @@ def batch(seed: int, *, samples: int = 3, without: Sequence[str] = (), **entries
 
 @dataclass
 class Stepped:
-    """What one rank saw of a step, in whole tensors."""
+    """What one rank saw of a step, in full tensors."""
 
     gradients: dict[str, Tensor | None]
     result: StepResult
@@ -179,32 +180,43 @@ def made(build: Build, kind: str) -> MultiTaskModel:
     return model
 
 
+def engine_of(kind: str, model: MultiTaskModel, *arguments: Any, **options: Any) -> Engine:
+    """The engine that it trains it with."""
+    if kind == "plain":
+        from plain_ranks import PlainAllReduce  # on the path of the tests that train with it
+
+        options["parallel"] = PlainAllReduce()
+    engine = Engine(model, *arguments, **options)
+    assert current_ranks().world_size == 1 or engine.ranks.kind == kind
+    return engine
+
+
 def step(build: Build, kind: str, windows: Windows, options: dict[str, Any]) -> Stepped:
     """One step of plain gradient descent with this rank's window."""
     model = made(build, kind)
     seen: dict[str, Tensor | None] = {}
 
     def look(model: MultiTaskModel) -> None:
-        seen.update(whole_gradients(model))
+        seen.update(full_gradients(model))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(model, optimizer, on_gradients=look, **options)
+    engine = engine_of(kind, model, optimizer, on_gradients=look, **options)
     result = engine.step(windows[current_ranks().rank])
     current_ranks().average_buffers(model)
-    return Stepped(seen, result, whole_parameters(model), dict(model.named_buffers()))
+    return Stepped(seen, result, full_parameters(model), dict(model.named_buffers()))
 
 
-def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of all gradients; to be called on all ranks."""
     return {
-        name: None if parameter.grad is None else whole(parameter.grad).clone()
+        name: None if parameter.grad is None else full_tensor(parameter.grad).clone()
         for name, parameter in model.named_parameters()
     }
 
 
-def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all parameters; to be called on all ranks."""
-    return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
 @dataclass
@@ -222,9 +234,9 @@ def expected(build: Build, windows: Windows, options: dict[str, Any]) -> Expecte
 
     Buffers become the mean of what each rank's window alone makes of them.
     """
-    together = [batch for window in windows for batch in window]
+    batches = [batch for window in windows for batch in window]
     model = build()
-    reference = joint_reference(model, together)
+    reference = joint_reference(model, batches)
     apart = [
         joint_reference(model, window).buffers if window else dict(model.named_buffers())
         for window in windows
@@ -233,7 +245,7 @@ def expected(build: Build, windows: Windows, options: dict[str, Any]) -> Expecte
     model = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), **options).step(together)
+        result = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), **options).step(batches)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return Expected(reference, result, parameters, buffers)
 
@@ -252,9 +264,9 @@ def assert_equal_steps(found: Sequence[Stepped], one: Expected, tolerance: float
                 assert_close(name, buffer, one.buffers[name], tolerance)
     result, of_one = found[0].result, one.result
     assert result.counts == of_one.counts
-    assert result.skipped == of_one.skipped
+    assert result.idle == of_one.idle
     assert result.stepped is of_one.stepped
-    for ours, theirs in ((result.losses, of_one.losses), (result.parts, of_one.parts)):
+    for ours, theirs in ((result.losses, of_one.losses), (result.loss_terms, of_one.loss_terms)):
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert ours[name].dtype == theirs[name].dtype, name
@@ -284,13 +296,13 @@ def assert_close(name: str, own: Tensor, other: Tensor, tolerance: float = 1e-10
 
 def assert_same_result(one: StepResult, other: StepResult) -> None:
     """Bit for bit and in the same order; the number of micro-batches is each rank's own."""
-    for ours, theirs in ((one.losses, other.losses), (one.parts, other.parts)):
+    for ours, theirs in ((one.losses, other.losses), (one.loss_terms, other.loss_terms)):
         assert list(ours) == list(theirs)
         for name in ours:
             assert ours[name].dtype == theirs[name].dtype, name
             assert torch.equal(ours[name], theirs[name]), name
     assert list(one.counts.items()) == list(other.counts.items())
-    assert list(one.skipped.items()) == list(other.skipped.items())
+    assert list(one.idle.items()) == list(other.idle.items())
     assert (one.stepped, one.nonfinite) == (other.stepped, other.nonfinite)
     assert (one.grad_norm is None) == (other.grad_norm is None)
     if one.grad_norm is not None and other.grad_norm is not None:

@@ -36,6 +36,7 @@ from mtaccum.config.ranks import (
 from mtaccum.config.schema import RunConfig, known_keys
 from mtaccum.errors import ConfigError, MtaccumError, unknown_name
 from mtaccum.parallel import launched
+from mtaccum.planning.overrides import quoted
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 _EXPLAINED = (MtaccumError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
@@ -139,16 +140,9 @@ def resume_command(config_name: str, arguments: Sequence[str], folder: str) -> s
     return shlex.join(
         [
             *(*launcher(), "-m", f"mtaccum.{config_name}", *kept),
-            *(f"resume={_quoted(folder)}", f"hydra.run.dir={_quoted(folder)}"),
+            *(f"resume={quoted(folder)}", f"hydra.run.dir={quoted(folder)}"),
         ]
     )
-
-
-def _quoted(value: str) -> str:
-    """A value as Hydra's grammar takes it literally."""
-    if re.fullmatch(r"[A-Za-z0-9_./:\- ]+", value):
-        return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _plain(values: DictConfig) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def build_optimizer(config: RunConfig, model: MultiTaskModel) -> Optimizer:
     settings = config.optimizer
     factor = batch_factor(
         config.lr_schedule.scale,
-        config.batch_size * current_ranks().size,
+        config.batch_size * current_ranks().world_size,
         config.lr_schedule.base_batch_size,
     )
     names = {node_name(name): p for name, p in model.named_parameters() if p.requires_grad}

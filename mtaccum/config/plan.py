@@ -15,17 +15,16 @@ from mtaccum.config.run import dataset_of, seed_all
 from mtaccum.config.schema import RunConfig
 from mtaccum.config.verify import windows_of
 from mtaccum.data import MicroBatchSampler
-from mtaccum.engine import WindowPlan
+from mtaccum.engine import LabelCounts
 from mtaccum.errors import BudgetError, ConfigError
 from mtaccum.memory import FakeTraining, format_bytes
 from mtaccum.memory.predict import predict_evaluation
 from mtaccum.model import MultiTaskModel
-from mtaccum.planning import PlanReport, budget_of, plan_training
+from mtaccum.planning import PLANNED, PlanReport, budget_of, plan_training
 from mtaccum.structure import map_tensors
 from mtaccum.training import TensorBoardLogger, write_text
 
 PLAN, PICTURE = "plan.json", "plan.png"
-_PLANNED = ("recompute", "groups", "chunks", "offload")
 
 
 def plan_config(config: RunConfig) -> PlanReport:
@@ -56,17 +55,8 @@ def planned(config: RunConfig, report: PlanReport) -> RunConfig:
     plan = report.recommended
     if plan is None:
         raise BudgetError(report.reasons())
-    how = plan.how
-    engine = config.engine.model_copy(
-        update={
-            "schedule": how.schedule,
-            "recompute": list(how.recompute),
-            "groups": [list(group) for group in how.groups],
-            "chunks": dict(how.chunks),
-            "offload": how.offload,
-        }
-    )
-    return config.model_copy(update={"engine": engine, "accumulate": how.accumulate})
+    engine = config.engine.changed({name: getattr(plan.options, name) for name in PLANNED})
+    return config.model_copy(update={"engine": engine, "accumulate": plan.accumulate})
 
 
 def save_plan(report: PlanReport, folder: Path) -> None:
@@ -82,7 +72,7 @@ def save_plan(report: PlanReport, folder: Path) -> None:
 
     plans = dict(report.schedules)
     if report.recommended is not None and report.recommended not in plans.values():
-        plans[f"recommended: {report.recommended.describe()}, K={report.recommended.how.accumulate}"] = (
+        plans[f"recommended: {report.recommended.describe()}, K={report.recommended.accumulate}"] = (
             report.recommended
         )
     timelines = {name: plan.prediction.timeline for name, plan in plans.items()}
@@ -111,9 +101,7 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
         batch,
         build_optimizer=lambda model: build_optimizer(config, model),
         device=device,
-        precision=options.precision,
-        batchnorm=options.batchnorm,
-        max_grad_norm=options.max_grad_norm,
+        options=options,
         copies=0 if config.trainer.ema_decay is None else 1,
     )
     notes = []
@@ -126,7 +114,7 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
 
 def _refuse_what_is_planned(config: RunConfig) -> None:
     given = [name for name in ("accumulate", "micro_batch_size") if getattr(config, name) is not None]
-    given += [f"engine.{name}" for name in _PLANNED if getattr(config.engine, name)]
+    given += [f"engine.{name}" for name in PLANNED[1:] if getattr(config.engine, name)]
     given += [f"engine={config.engine.schedule}"] if config.engine.schedule != "split" else []
     if given:
         raise ConfigError(
@@ -159,7 +147,7 @@ def _labelled_batch(config: RunConfig, train: Any) -> Any:
     most, best = 0, None
     for indices in windows_of(sampler):
         batch = collate(config, [train[i] for part in indices for i in part])
-        totals = WindowPlan.of(tasks, [batch]).totals
+        totals = LabelCounts.of(tasks, [batch]).totals
         labelled = sum(total > 0 for total in totals.values())
         if labelled > most:
             most, best = labelled, batch

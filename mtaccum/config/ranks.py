@@ -113,7 +113,7 @@ def on_ranks(config: RunConfig) -> Iterator[RunConfig]:
             "plan=auto plans for one process. Run python -m mtaccum.plan, and give its options to torchrun."
         )
     with joined(config.parallel.timeout_s) as ranks:
-        yield config.model_copy(update={"run_dir": ranks.of_first(config.run_dir)})
+        yield config.model_copy(update={"run_dir": ranks.broadcast_object(config.run_dir)})
 
 
 def report_unexplained(error: Exception) -> int:

@@ -28,7 +28,7 @@ from mtaccum.config.optimizer import build_optimizer
 from mtaccum.config.resume import resume
 from mtaccum.config.schema import RunConfig
 from mtaccum.data import MicroBatchSampler
-from mtaccum.engine import Engine, WindowPlan
+from mtaccum.engine import Engine, LabelCounts
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.memory import format_bytes
 from mtaccum.model import MultiTaskModel
@@ -56,7 +56,7 @@ class Run:
         """What is about to be trained, in a line."""
         config, model = self.config, self.trainer.model
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        size = self.trainer.ranks.size
+        size = self.trainer.ranks.world_size
         on_ranks = f" on each of {size} ranks" if size > 1 else ""
         return (
             f"training {', '.join(model.enabled_tasks())} ({parameters:,} parameters) on "
@@ -67,7 +67,7 @@ class Run:
 
     def execute(self) -> Outcome:
         """Train, and write config, logs, states and summary into the run's folder."""
-        folder, first = Path(self.config.run_dir), self.trainer.ranks.first
+        folder, first = Path(self.config.run_dir), self.trainer.ranks.is_rank_zero
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             values = self.config.model_dump(by_alias=True)
@@ -92,11 +92,11 @@ class Run:
             "schedule": schedule,
             "batch_size": self.config.batch_size,
             "accumulate": self.config.micro_batches,
-            "ranks": self.trainer.ranks.size,
+            "ranks": self.trainer.ranks.world_size,
             "steps": outcome.steps,
             "micro_batches": outcome.micro_batches,
             "samples": outcome.samples,
-            "skipped_steps": self.trainer.engine.skips.total,
+            "skipped_steps": self.trainer.engine.skipped_steps.total,
             "peak_bytes": None if peak is None else peak.peak_bytes,
             "peak_method": None if peak is None else peak.method,
             "peak_stage": None if peak is None else peak.stage,
@@ -125,7 +125,7 @@ def prepare(config: RunConfig) -> Run:
     folder = Path(config.run_dir)
     state = None if config.resume is None else load_checkpoint(find_checkpoint(config.resume))
     ranks = current_ranks()
-    if ranks.first:
+    if ranks.is_rank_zero:
         check_folder(folder, config.resume)
     device = find_device(config.device)
     seed_all(config.seed)
@@ -138,12 +138,12 @@ def prepare(config: RunConfig) -> Run:
         shuffle=config.data.shuffle,
         seed=config.seed,
         rank=ranks.rank,
-        ranks=ranks.size,
+        ranks=ranks.world_size,
     )
     batch = collate(config, [train[i] for i in range(min(2, len(train)))])
     model, config = build_model(config, batch)
     check_targets(config, model, train)
-    WindowPlan.of(model.tasks_by_name(), [batch])  # labels out of range are said now if they are in sight
+    LabelCounts.of(model.tasks_by_name(), [batch])  # labels out of range are said now if they are in sight
     model.to(device)
     if config.parallel.kind == "fsdp":
         if config.trainer.ema_decay is not None:
@@ -155,36 +155,31 @@ def prepare(config: RunConfig) -> Run:
     scheduler = make_lr_scheduler(
         optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction or 0.0
     )
-    options = {**config.engine.model_dump(), "comm_hook": config.parallel.comm_hook}
-    engine = Engine(model, optimizer, lr_scheduler=scheduler, **options)
-    function = None if config.data.collate_fn is None else collate_function(config.data.collate_fn)
-    # a generator of their own: they draw a seed in each epoch, which must not move the model's dropout
-    generator = torch.Generator().manual_seed(config.seed + _SEEDS_APART * ranks.rank)
-    loading: dict[str, Any] = {
-        "num_workers": config.data.workers,
-        "collate_fn": function,
-        "generator": generator,
-    }
-    trainer = Trainer(
-        engine,
-        DataLoader(train, batch_sampler=sampler, **loading),
-        sampler,
-        DataLoader(
-            validation,
-            batch_size=config.data.eval_batch_size,
-            sampler=range(ranks.rank, len(validation), ranks.size),
-            **loading,
-        ),
-        settings,
-        folder,
-    )
+    engine = Engine(model, optimizer, options=config.step_options, lr_scheduler=scheduler)
+    trainer = Trainer(engine, *_loaders(config, train, validation, sampler), settings, folder)
     if ranks.rank:  # weights are those of the first rank; dropout and augmentation are each rank's own
         seed_all(config.seed + _SEEDS_APART * ranks.rank)
     if state is not None:
         resume(trainer, state, config)
     # last, since a logger of the user's own may write when it is made
-    trainer.loggers = [_logger(logger) for logger in config.loggers if ranks.first]
+    trainer.loggers = [_logger(logger) for logger in config.loggers if ranks.is_rank_zero]
     return Run(config, trainer)
+
+
+def _loaders(
+    config: RunConfig, train: Any, validation: Any, sampler: MicroBatchSampler
+) -> tuple[DataLoader[Any], MicroBatchSampler, DataLoader[Any]]:
+    """This rank's batches to train on, how they were split, and those to evaluate on."""
+    ranks, function = current_ranks(), config.data.collate_fn
+    loading: dict[str, Any] = {
+        "num_workers": config.data.workers,
+        "collate_fn": None if function is None else collate_function(function),
+        # of their own: they draw a seed in each epoch, which must not move the model's dropout
+        "generator": torch.Generator().manual_seed(config.seed + _SEEDS_APART * ranks.rank),
+    }
+    own = range(ranks.rank, len(validation), ranks.world_size)
+    evaluated = DataLoader(validation, batch_size=config.data.eval_batch_size, sampler=own, **loading)
+    return DataLoader(train, batch_sampler=sampler, **loading), sampler, evaluated
 
 
 # between the ranks, as the sampler's between epochs

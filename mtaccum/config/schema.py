@@ -7,10 +7,22 @@ they are built. Pydantic reports every wrong entry of a config in one go.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
+from mtaccum.engine import StepOptions
+from mtaccum.engine.options import plain
 from mtaccum.errors import ConfigError, unknown_name
 
 # A null in the YAML, where an empty dict would keep Hydra from adding names to it.
@@ -33,20 +45,30 @@ class DataConfig(_Section):
     shuffle: bool
 
 
-class EngineConfig(_Section):
-    """How a window becomes a step."""
+ENGINE_KEYS = tuple(option.name for option in fields(StepOptions) if option.name != "comm_hook")
+"""The keys of the section ``engine``: the options of a step, but for what belongs to ``parallel``."""
 
-    schedule: Literal["summed", "sequential", "split"]
-    max_grad_norm: float | None = Field(gt=0, allow_inf_nan=False)
-    precision: Literal["fp32", "bf16", "fp16"]
-    on_nonfinite: Literal["raise", "skip"]
-    max_skipped: int = Field(ge=1)
-    batchnorm: Literal["keep", "freeze", "sync"]
-    recompute: list[str]
-    compile: bool | dict[str, Any]
-    groups: list[list[str]]
-    chunks: Annotated[dict[str, int], BeforeValidator(lambda chunks: chunks or {})]
-    offload: bool
+
+def _step_options(values: Any) -> StepOptions:
+    """The section ``engine``; an error names every wrong entry."""
+    if isinstance(values, StepOptions):
+        return values
+    if not isinstance(values, Mapping):
+        raise ValueError(f"engine must be a section with the keys {', '.join(ENGINE_KEYS)}, got {values!r}.")
+    problems = [unknown_name("key in engine:", key, ENGINE_KEYS) for key in values if key not in ENGINE_KEYS]
+    for option in fields(StepOptions):
+        if option.name in values:
+            try:
+                option.metadata["checked"](f"engine.{option.name}", values[option.name])
+            except ConfigError as error:
+                problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return StepOptions(**values)
+
+
+def _plain_options(options: StepOptions) -> dict[str, Any]:
+    return {key: plain(getattr(options, key)) for key in ENGINE_KEYS}
 
 
 class OptimizerConfig(BaseModel):
@@ -138,7 +160,7 @@ class RunConfig(_Section):
     necks: _Named
     trunk: dict[str, Any] | None
     data: DataConfig
-    engine: EngineConfig
+    engine: Annotated[StepOptions, PlainValidator(_step_options), PlainSerializer(_plain_options)]
     optimizer: OptimizerConfig
     lr_schedule: LrScheduleConfig
     trainer: TrainerConfig
@@ -171,8 +193,13 @@ class RunConfig(_Section):
         return self
 
     @property
+    def step_options(self) -> StepOptions:
+        """How steps are run: the section ``engine``, and how gradients travel."""
+        return self.engine.changed({"comm_hook": self.parallel.comm_hook})
+
+    @property
     def micro_batches(self) -> int:
-        """K: into how many micro-batches a batch is cut."""
+        """K: into how many micro-batches a batch is split."""
         if self.micro_batch_size is not None:
             return -(-self.batch_size // self.micro_batch_size)
         return self.accumulate or 1
@@ -197,7 +224,9 @@ def _explain(error: dict[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         above, _, key = place.rpartition(".")
         return unknown_name(f"key in {above or 'the config'}:", key, known_keys(above))
-    message = error["msg"].removeprefix("Value error, ")
+    message: str = error["msg"].removeprefix("Value error, ")
+    if place == "engine":
+        return message  # its lines name the keys
     if error["type"] == "value_error":
         return f"{place}: {message}." if place else f"{message}."
     return f"{place}: {message[0].lower()}{message[1:]}, got {error['input']!r}."
@@ -209,6 +238,8 @@ def known_keys(path: str) -> list[str]:
     for name in filter(None, path.split(".")):
         field = section.model_fields.get(name)
         section = None if field is None else field.annotation
+        if section is StepOptions:
+            return list(ENGINE_KEYS)
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
             return []
     return [field.alias or name for name, field in section.model_fields.items()]

@@ -2,16 +2,17 @@
 
 from mtaccum.engine.engine import Engine
 from mtaccum.engine.functional import sequential_backward, split_backward
+from mtaccum.engine.label_counts import LabelCounts
+from mtaccum.engine.options import StepOptions
 from mtaccum.engine.result import StepResult
 from mtaccum.engine.schedules import SCHEDULES
-from mtaccum.engine.window import WindowPlan, windows
 
 __all__ = [
     "SCHEDULES",
     "Engine",
+    "LabelCounts",
+    "StepOptions",
     "StepResult",
-    "WindowPlan",
     "sequential_backward",
     "split_backward",
-    "windows",
 ]

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from mtaccum.engine.parts import Part
+from mtaccum.engine.lever import Lever
+from mtaccum.engine.options import StepOptions
 from mtaccum.engine.recompute import children_of, replaced
+from mtaccum.engine.segments import Segment, find_segments
+from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
 
 
-class Compiled:
-    """The compiled forwards of modules.
-
-    Args:
-        modules: see ``units``; may be empty.
-        options: of ``torch.compile``.
+class Compiled(Lever):
+    """The compiled forwards of nodes and segments.
 
     Raises:
         ConfigError: options that torch.compile doesn't take.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    def __init__(self, model: MultiTaskModel, options: StepOptions) -> None:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
-        for module in modules:
+        given = options.compile
+        if given is False:
+            return
+        arguments = {} if given is True else dict(given)
+        for module in compiled_modules(model, find_segments(model, options.recompute)):
             try:
-                compiled = torch.compile(module.forward, **options)
+                compiled = torch.compile(module.forward, **arguments)
             except (TypeError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"compile={dict(options)!r}: {error}") from error
+                raise ConfigError(f"compile={arguments!r}: {error}") from error
             self._forwards.append((module, compiled))
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the modules run their compiled forwards."""
+    def running(self, counts: WindowCounts) -> Iterator[None]:
         with ExitStack() as stack:
             if self._forwards:
                 # PyTorch counts the graphs of a piece of code, and gives up after eight: heads of one class
@@ -51,17 +53,17 @@ class Compiled:
             yield
 
 
-def units(model: MultiTaskModel, parts: Sequence[Part]) -> list[nn.Module]:
-    """What is compiled by itself: the nodes' modules and the recomputed parts, but for those that hold a
-    recomputed part, since a checkpoint inside would break the compiled graph."""
+def compiled_modules(model: MultiTaskModel, segments: Sequence[Segment]) -> list[nn.Module]:
+    """What is compiled by itself: the nodes' modules and the recomputed segments, but for those that hold a
+    segment, since a checkpoint inside would break the compiled graph."""
     candidates = list(model.own_modules().values())
-    for part in parts:
-        children = None if part.children is None else slice(*part.children)
-        candidates += [part.module] if children is None else children_of(part.module)[children]
-    sites = [(part.module, part.children is not None) for part in parts]
-    units: dict[int, nn.Module] = {}
+    for segment in segments:
+        children = None if segment.children is None else slice(*segment.children)
+        candidates += [segment.module] if children is None else children_of(segment.module)[children]
+    sites = [(segment.module, segment.children is not None) for segment in segments]
+    found: dict[int, nn.Module] = {}
     for module in candidates:
         inside = {id(m) for m in module.modules()}
         if not any(id(site) in inside and (run or site is not module) for site, run in sites):
-            units[id(module)] = module
-    return list(units.values())
+            found[id(module)] = module
+    return list(found.values())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtaccum.engine.recompute import recomputed
-from mtaccum.engine.result import sum_of_parts
+from mtaccum.engine.result import sum_of_terms
 from mtaccum.engine.schedules import Backward, Features, Node, split
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import named_errors
@@ -44,7 +44,7 @@ def split_backward(
         features: what the trunk returned, any nest of tensors; or a function without arguments that runs
             the trunk.
         losses: for each task a function of the features (use its argument, not the variable outside) that
-            runs the head and returns the loss, a 0-d tensor or a dict of parts whose sum it is. None: there
+            runs the head and returns the loss, a 0-d tensor or a dict of terms whose sum it is. None: there
             is no label in this batch, so nothing is learned from it.
         weights: factor of each loss, by task; 1 where not given. A loss of weight 0 is not run.
         recompute: run the trunk without keeping its graph, and once more for its backward (Chen et al.,
@@ -133,7 +133,7 @@ def _leaves(
                 given = function(rewrapped(above[_TRUNK])) if takes_features else function()
                 if given is None:
                     return torch.zeros(())  # a constant: it has no backward
-                loss = sum_of_parts(given)
+                loss = sum_of_terms(given)
             done[name] = loss.detach()
             return loss * weight
 

@@ -6,31 +6,28 @@ the old values keep a weight of 0.9^4 instead of 0.9.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from mtaccum.engine.replay import is_frozen
-from mtaccum.engine.window import WindowPlan
-from mtaccum.errors import ConfigError, listed, unknown_name
+from mtaccum.engine.lever import Lever
+from mtaccum.engine.options import StepOptions
+from mtaccum.engine.window_counts import WindowCounts
+from mtaccum.errors import ConfigError, listed, warn
 from mtaccum.model.tree import MultiTaskModel
-from mtaccum.parallel.ranks import several
+from mtaccum.parallel import in_process_group
 
-POLICIES = ("keep", "freeze", "sync")
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_norms(model: MultiTaskModel, policy: str) -> None:
-    """Refuse a policy that is unknown, or that can't be applied to the model's layers.
+    """Refuse a policy that can't be applied to the model's layers.
 
     Raises:
         ConfigError: names the layers.
     """
-    if policy not in POLICIES:
-        raise ConfigError(unknown_name("batchnorm", policy, POLICIES))
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
     bare = [name for name, layer in layers.items() if layer.running_mean is None]
     if policy == "freeze" and bare:
@@ -46,16 +43,15 @@ def check_norms(model: MultiTaskModel, policy: str) -> None:
         )
 
 
-def synchronise_norms(model: MultiTaskModel, stacklevel: int) -> None:
+def synchronise_norms(model: MultiTaskModel) -> None:
     """Replace all BatchNorm layers by ``torch.nn.SyncBatchNorm``; warn where that makes no difference."""
     convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
     for name, child in list(model.named_children()):
         setattr(model, name, convert(child))
-    if not several():
-        warnings.warn(
+    if not in_process_group():
+        warn(
             "batchnorm='sync' joins the ranks of a process group, and there is one process only: it does "
-            "what batchnorm='keep' does.",
-            stacklevel=stacklevel + 1,
+            "what batchnorm='keep' does."
         )
 
 
@@ -68,12 +64,14 @@ def batch_normalised(module: nn.Module, prefix: str = "") -> list[str]:
     ]
 
 
-def passes_of(model: MultiTaskModel, plan: WindowPlan) -> dict[str, int]:
-    """For each node how often it runs in a window: in so many micro-batches, or chunks of them."""
-    return {
-        node: plan.head_passes(node) if node in plan.parts else plan.passes(model.tasks_below(node))
-        for node in model.own_modules()
-    }
+class Norms(Lever):
+    """The policy for BatchNorm, while windows run."""
+
+    def __init__(self, model: MultiTaskModel, options: StepOptions) -> None:
+        self._model, self._policy = model, options.batchnorm
+
+    def running(self, counts: WindowCounts) -> AbstractContextManager[None]:
+        return normalising(self._model, self._policy, counts.passes(self._model))
 
 
 @contextmanager
@@ -81,7 +79,7 @@ def normalising(model: MultiTaskModel, policy: str, passes: Mapping[str, int]) -
     """Apply a policy while a window runs, its backwards included; afterwards the layers are as before.
 
     Args:
-        passes: as of ``passes_of``.
+        passes: for each node how often it runs in the window.
     """
     attribute = "training" if policy == "freeze" else "momentum"
     values = _frozen(model) if policy == "freeze" else _corrected(model, passes)
@@ -109,7 +107,7 @@ def _corrected(model: MultiTaskModel, passes: Mapping[str, int]) -> dict[nn.Modu
         return {}
     runs: dict[nn.Module, list[int]] = {}
     for name, number in passes.items():
-        if number and not is_frozen(model.node(name)):
+        if number and not model.is_frozen(name):
             for layer in model.node(name).modules():
                 if isinstance(layer, _NormBase) and layer.momentum and layer.running_mean is not None:
                     runs.setdefault(layer, []).append(number)

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mtaccum.engine.schedules import Backward
-from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.errors import ConfigError
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 
 
@@ -55,17 +55,15 @@ class Precision:
         scaler: a ``torch.amp.GradScaler`` or None.
 
     Raises:
-        ConfigError: an unknown name, or a scaler that isn't one.
+        ConfigError: a scaler that isn't one.
     """
 
     def __init__(self, name: str, scaler: Any) -> None:
-        if name not in PRECISIONS:
-            raise ConfigError(unknown_name("precision", name, PRECISIONS))
         if scaler is not None and not all(callable(getattr(scaler, method, None)) for method in _SCALER):
             raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
         self.name = name
         self.scaler = scaler
-        self._dtype = PRECISIONS[name]
+        self._dtype = _DTYPES[name]
         self._unscaled = self._has_scaled = False
 
     @property

@@ -1,13 +1,12 @@
-"""Recompute: parts of a model that keep no graph, and run once more for their backward.
+"""Recompute: segments of a model that keep no graph, and run once more for their backward.
 
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; here with PyTorch's non-reentrant checkpoint
-and a replay, so that dropout and buffers are as if the part ran once.
+and a replay, so that dropout and buffers are as if the segment ran once.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,35 +15,40 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mtaccum.engine.parts import Part, find_parts
-from mtaccum.engine.replay import Replay
-from mtaccum.errors import InplaceError, MtaccumError, TaskError
+from mtaccum.engine.lever import Lever
+from mtaccum.engine.options import StepOptions
+from mtaccum.engine.segments import Segment, find_segments
+from mtaccum.engine.window_counts import WindowCounts
+from mtaccum.errors import InplaceError, MtaccumError, TaskError, warn
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.state import Replay
 from mtaccum.structure import map_tensors, tensors_of
 
 Forward = Callable[..., Any]
 
 
-def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Watch | None = None) -> Forward:
+def recomputed(
+    function: Forward, module: nn.Module | None, name: str, runs: SegmentRuns | None = None
+) -> Forward:
     """``function``, to be run once more for the backward instead of keeping its graph.
 
     Args:
         module: what the function runs, whose buffers are replayed; None if that isn't known.
         name: for error messages.
-        watch: is told that it ran, and on what.
+        runs: is told that it ran, and on what.
 
     Raises:
         InplaceError: (when run) it writes into its inputs, so that it can't run again.
     """
-    watch = Watch() if watch is None else watch
+    told = SegmentRuns() if runs is None else runs
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            watch.ran.add(name)
+            told.ran.add(name)
             return function(*args, **kwargs)
         nest = (args, kwargs)
         tensors = tensors_of(nest, strict=False)
-        entry = watch.begins(name, tensors)
+        entry = told.begins(name, tensors)
         # Tensors travel as arguments, which a checkpoint around this one frees; what holds them is kept. One
         # that stands in several places travels once: attention asks whether its query is its key.
         shell = map_tensors(nest, lambda _: _PLACE, strict=False)
@@ -54,13 +58,13 @@ def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Wa
         def once(*unique: Tensor) -> Any:
             following = iter(places)
             args, kwargs = map_tensors(shell, lambda _: unique[next(following)], strict=False)
-            with watch.explaining(name):
+            with told.explaining(name):
                 return function(*args, **kwargs)
 
         replay = Replay()
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return replay.first(module), _Again(replay, watch)
+            return replay.first(module), _Again(replay, told)
 
         # Not stopped early, at the last tensor that is to be kept: RReLU fills in its tensor after that.
         output = checkpoint(
@@ -71,7 +75,7 @@ def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Wa
             early_stop=False,
             context_fn=contexts,
         )
-        watch.ends(entry)
+        told.ends(entry)
         return output
 
     return run
@@ -80,11 +84,11 @@ def recomputed(function: Forward, module: nn.Module | None, name: str, watch: Wa
 _PLACE = torch.empty(0)  # stands where a tensor stood
 
 
-class Watch:
-    """Which parts ran, and on what, in the node that is running.
+class SegmentRuns:
+    """Which segments ran, and on what, in the node that is running.
 
     Attributes:
-        ran: names of the parts that have run.
+        ran: names of the segments that have run.
     """
 
     def __init__(self) -> None:
@@ -93,7 +97,7 @@ class Watch:
         self._repeats = 0
 
     def begins(self, name: str, tensors: Sequence[Tensor]) -> _Run:
-        """A part begins to run, for the first time or, in a backward, once more."""
+        """A segment begins to run, for the first time or, in a backward, once more."""
         self.ran.add(name)
         run = _Run(name, [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()])
         if not self._repeats:
@@ -101,13 +105,13 @@ class Watch:
         return run
 
     def ends(self, run: _Run) -> None:
-        """Raise if a part has written into its inputs."""
+        """Raise if a segment has written into its inputs."""
         run.ended = True
         if run.wrote:
             raise InplaceError(_message(run.name, "writes in place into its inputs"))
 
     def node_ends(self) -> None:
-        """Raise if the inputs of a part were written into after it ran; let go of them otherwise."""
+        """Raise if the inputs of a segment were written into after it ran; let go of them otherwise."""
         if not self._repeats:
             runs, self._runs = self._runs, []
             for run in runs:
@@ -145,7 +149,7 @@ class Watch:
 
 @dataclass
 class _Run:
-    """A run of a part: its inputs, and how often they had been written into before."""
+    """A run of a segment: its inputs, and how often they had been written into before."""
 
     name: str
     inputs: list[tuple[Tensor, int]]
@@ -158,86 +162,80 @@ class _Run:
 
 def _message(name: str, what: str) -> str:
     return (
-        f"{name!r} {what}, so it can't be run again. Recompute a larger part, or take the operation out of "
-        f"place: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y instead of x += y."
+        f"{name!r} {what}, so it can't be run again. Recompute a larger segment, or take the operation out "
+        f"of place: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y instead of x += y."
     )
 
 
 class _Again(AbstractContextManager[None]):
     """Around the second run; a class, since several backwards through one graph enter it several times."""
 
-    def __init__(self, replay: Replay, watch: Watch) -> None:
-        self._replay, self._watch = replay, watch
+    def __init__(self, replay: Replay, runs: SegmentRuns) -> None:
+        self._replay, self._runs = replay, runs
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(self._watch.repeating())
+        self._stack.enter_context(self._runs.repeating())
         self._stack.enter_context(self._replay.repeat())
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
 
-class Recompute:
-    """The parts of a model that are recomputed, while windows run.
+class Recompute(Lever):
+    """The segments of a model that are recomputed, while windows run."""
 
-    Args:
-        patterns: as ``find_parts`` takes them.
-    """
-
-    def __init__(self, model: MultiTaskModel, patterns: Sequence[str]) -> None:
-        self.parts = find_parts(model, patterns)
-        # all nodes, since a part may be shared by several
-        self._nodes = [model.node(name) for name in model.own_modules()] if self.parts else []
-        self._watch = Watch()
+    def __init__(self, model: MultiTaskModel, options: StepOptions) -> None:
+        self._model = model
+        self._segments = find_segments(model, options.recompute)
+        # all nodes, since several may share a segment
+        self._nodes = [model.node(name) for name in model.own_modules()] if self._segments else []
+        self._runs = SegmentRuns()
         self._warned: set[str] = set()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the parts be recomputed wherever they run inside; afterwards they are as they were."""
-        runs: dict[int, list[Part]] = {}
+    def running(self, counts: WindowCounts) -> Iterator[None]:
+        """Let the segments be recomputed wherever they run inside; afterwards they are as they were."""
+        of_sequentials: dict[int, list[Segment]] = {}
         with ExitStack() as stack:
-            stack.callback(self._watch.clear)
+            stack.callback(self._runs.clear)
             for node in self._nodes:
-                hook = node.register_forward_hook(lambda *_: self._watch.node_ends())
+                hook = node.register_forward_hook(lambda *_: self._runs.node_ends())
                 stack.callback(hook.remove)
-            for part in self.parts:
-                if part.children is not None:
-                    runs.setdefault(id(part.module), []).append(part)
-            for group in runs.values():
-                stack.enter_context(replaced(group[0].module, "forward", self._sequence(group)))
-            for part in self.parts:
-                if part.children is None:
-                    call = recomputed(_call_of(part.module), part.module, part.name, self._watch)
-                    stack.enter_context(replaced(part.module, _CALL, call))
+            for segment in self._segments:
+                if segment.children is not None:
+                    of_sequentials.setdefault(id(segment.module), []).append(segment)
+            for segments in of_sequentials.values():
+                stack.enter_context(replaced(segments[0].module, "forward", self._sequence(segments)))
+            for segment in self._segments:
+                if segment.children is None:
+                    call = recomputed(_call_of(segment.module), segment.module, segment.name, self._runs)
+                    stack.enter_context(replaced(segment.module, _CALL, call))
             yield
 
-    def warn_unused(self, passes: Mapping[str, int], stacklevel: int) -> None:
-        """Warn once of parts that did not run although their nodes did: naming them has no effect.
-
-        Args:
-            passes: for each node how often it has run.
-            stacklevel: as for ``warnings.warn``.
-        """
-        unused = {p.name for p in self.parts if passes.get(p.node)} - self._watch.ran - self._warned
+    def ran(self, counts: WindowCounts) -> None:
+        """Warn once of segments that did not run although their nodes did: naming them has no effect."""
+        if not self._segments:
+            return
+        passes = counts.passes(self._model)
+        unused = {s.name for s in self._segments if passes.get(s.node)} - self._runs.ran - self._warned
         if unused:
             self._warned |= unused
-            warnings.warn(
+            warn(
                 f"recompute: {', '.join(sorted(unused))} did not run as a module of its own, so recomputing "
-                f"it has no effect. Name what its parent calls ('{min(unused)}.*', perhaps), or the parent.",
-                stacklevel=stacklevel + 1,
+                f"it has no effect. Name what its parent calls ('{min(unused)}.*', perhaps), or the parent."
             )
 
-    def _sequence(self, runs: Sequence[Part]) -> Forward:
+    def _sequence(self, segments: Sequence[Segment]) -> Forward:
         """The forward of a Sequential of which some runs of children are recomputed."""
         steps: list[Forward] = []
         position = 0
-        children = children_of(runs[0].module)
-        for run in sorted(runs, key=lambda part: part.children or (0, 0)):
-            assert run.children is not None
-            start, stop = run.children
-            part = nn.Sequential(*children[start:stop])
-            steps += [*children[position:start], recomputed(part, part, run.name, self._watch)]
+        children = children_of(segments[0].module)
+        for segment in sorted(segments, key=lambda s: s.children or (0, 0)):
+            assert segment.children is not None
+            start, stop = segment.children
+            run = nn.Sequential(*children[start:stop])
+            steps += [*children[position:start], recomputed(run, run, segment.name, self._runs)]
             position = stop
         steps += children[position:]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from mtaccum.engine.cut import Cut
-from mtaccum.engine.replay import Replay
-from mtaccum.engine.stages import BACKWARD, FORWARD, announce_cut, stage
 from mtaccum.errors import InplaceError, TaskError, first_line
+from mtaccum.observe import BACKWARD, FORWARD, announce_cut, stage
+from mtaccum.state import Replay
 from mtaccum.structure import tensors_of
 
 Features = Mapping[str, Any]
@@ -159,9 +159,9 @@ def _explained_backward() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise TaskError(
-            f"a recomputed part, or a checkpoint of your own, did not do the same when it ran again: "
+            f"a recomputed segment, or a checkpoint of your own, did not do the same when it ran again: "
             f"{first_line(error)} Its forward must depend on nothing but its inputs, parameters, buffers and "
-            f"random numbers of PyTorch, NumPy and Python. Recompute another part."
+            f"random numbers of PyTorch, NumPy and Python. Recompute another segment."
         ) from error
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mtaccum.batch import batch_size_of, take_samples
-from mtaccum.engine.checks import check_model, check_optimizer, check_window
-from mtaccum.engine.replay import RandomState
+from mtaccum.engine import StepOptions
+from mtaccum.engine.checks import check_model, check_optimizer
+from mtaccum.engine.window_counts import check_window
 from mtaccum.errors import BatchError, ConfigError, OptimizerError
 from mtaccum.exactness.counts import check_counts, not_additive
 from mtaccum.exactness.gradients import Comparison, compare_gradients
@@ -18,20 +19,20 @@ from mtaccum.exactness.report import ExactnessReport, Finding
 from mtaccum.exactness.subject import Subject, quiet
 from mtaccum.exactness.survey import coupled_samples, survey
 from mtaccum.model import MultiTaskModel
+from mtaccum.state import RandomState
+
+_COMPARED = ("schedule", "recompute", "batchnorm", "head_groups", "chunks")
 
 
 def check_exactness(
     model: MultiTaskModel,
     window: Sequence[Any],
     *,
-    schedule: str = "split",
-    recompute: Sequence[str] = (),
-    batchnorm: str = "keep",
-    groups: Sequence[Sequence[str]] = (),
-    chunks: Mapping[str, int] | None = None,
+    options: StepOptions | None = None,
     optimizer: Optimizer | None = None,
     samples: int | None = None,
     device: str | torch.device = "cpu",
+    **step_options: Any,
 ) -> ExactnessReport:
     """Compare a schedule's gradients with those of the joint backward, and look for what may break them.
 
@@ -44,7 +45,8 @@ def check_exactness(
     Args:
         model: as for ``Engine``.
         window: a list of micro-batches of real data, with labels for every task if possible.
-        schedule, recompute, batchnorm, groups, chunks: as for ``Engine``.
+        options, step_options: as for ``Engine``. Compared are ``schedule``, ``recompute``, ``batchnorm``,
+            ``head_groups`` and ``chunks``; of others that change what is computed a note says so.
         optimizer: whether it holds every trainable parameter is checked too; None: not checked.
         samples: how many to take of the window, the first ones of each micro-batch; None: all.
         device: where to run.
@@ -57,28 +59,19 @@ def check_exactness(
     check_window(model, window)
     if not window:
         raise BatchError("the window is empty: give at least one micro-batch.")
+    asked = (StepOptions() if options is None else options).changed(step_options)
+    compared = StepOptions(**{name: getattr(asked, name) for name in _COMPARED})
     taken, findings = _take(window, samples)
+    findings += _not_compared(asked)
     random = RandomState()
     try:
-        subject = Subject(
-            model, taken, torch.device(device), schedule, tuple(recompute), batchnorm, random, groups, chunks
-        )
+        subject = Subject(model, taken, torch.device(device), compared, random)
         with quiet():  # arguments that aren't valid are errors of the caller's
-            subject.arrangement = subject.engine(subject.twin()).arrangement
+            subject.engine(subject.fresh_model())
         findings += _held(model, optimizer)
-        comparison = Comparison()
-        if not subject.reached:
-            text = "no task has a label in these samples; take others."
-            findings.append(Finding("labels", "window", text))
-        else:
-            surveyed, runs = survey(subject)
-            findings += surveyed + _idle(subject)
-            if runs:
-                findings += coupled_samples(subject) + _counts(subject)
-                comparison = compare_gradients(subject)
-                findings += comparison.findings
+        comparison = _compared(subject, findings)
         return ExactnessReport(
-            schedule,
+            compared.schedule,
             subject.sizes,
             comparison.differences,
             dict.fromkeys(comparison.differences, subject.bound),
@@ -87,6 +80,37 @@ def check_exactness(
         )
     finally:
         random.restore()
+
+
+def _compared(subject: Subject, findings: list[Finding]) -> Comparison:
+    """Look at the forwards, and compare the gradients if they run; adds to the findings."""
+    if not subject.reached:
+        text = "no task has a label in these samples; take others."
+        findings.append(Finding("labels", "window", text))
+        return Comparison()
+    surveyed, runs = survey(subject)
+    findings += surveyed + _idle(subject)
+    if not runs:
+        return Comparison()
+    findings += coupled_samples(subject) + _counts(subject)
+    comparison = compare_gradients(subject)
+    findings += comparison.findings
+    return comparison
+
+
+def _not_compared(options: StepOptions) -> list[Finding]:
+    """Options under which a step computes something else than what was compared."""
+    notes = []
+    if options.precision != "fp32":
+        message = f"{options.precision} rounds; what is computed was compared in double precision."
+        notes.append(Finding("precision", "precision", message, fault=False))
+    if options.compile is not False:
+        message = "the modules were compared as they are, not compiled."
+        notes.append(Finding("compile", "compile", message, fault=False))
+    if options.offload:
+        message = "what is kept for the backward was compared without being moved to the host's memory."
+        notes.append(Finding("offload", "offload", message, fault=False))
+    return notes
 
 
 def _take(window: Sequence[Any], samples: int | None) -> tuple[list[Any], list[Finding]]:
@@ -113,18 +137,18 @@ def _held(model: MultiTaskModel, optimizer: Optimizer | None) -> list[Finding]:
 
 def _idle(subject: Subject) -> list[Finding]:
     text = "not checked: it has no label in these samples."
-    idle = [name for name in subject.plan.counts if name not in subject.reached]
+    idle = [name for name in subject.labels.counts if name not in subject.reached]
     return [Finding("labels", name, text, fault=False) for name in idle]
 
 
 def _counts(subject: Subject) -> list[Finding]:
     """Each task on the largest micro-batch in which it has labels."""
-    twin, batches, sizes = subject.twin(), subject.batches(), subject.sizes
-    found = not_additive(twin, subject.micro_batches)
-    for name in subject.plan.counts:
+    model, batches, sizes = subject.fresh_model(), subject.fresh_window(), subject.sizes
+    found = not_additive(model, subject.micro_batches)
+    for name in subject.labels.counts:
         if name in subject.reached:
-            with_labels = [i for i in range(len(batches)) if name in subject.plan.active(i)]
+            with_labels = [i for i in range(len(batches)) if name in subject.labels.active_in(i)]
             batch = batches[max(with_labels, key=lambda i: sizes[i])]
             with quiet():
-                found += check_counts(twin, batch, [name], bound=subject.bound)
+                found += check_counts(model, batch, [name], bound=subject.bound)
     return found

@@ -1,4 +1,4 @@
-"""Whether a task's ``count`` matches its ``loss``: the loss of a whole is the weighted mean of its parts."""
+"""Whether a task's ``count`` matches its ``loss``: that of a batch is the weighted mean of its samples'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtaccum.batch import batch_size_of, split_batch
-from mtaccum.engine.result import sum_of_parts
+from mtaccum.engine.result import sum_of_terms
 from mtaccum.errors import MtaccumError
 from mtaccum.exactness.reference import predictions
 from mtaccum.exactness.report import Finding
@@ -49,20 +49,20 @@ def _check(model: MultiTaskModel, name: str, batch: Any, samples: int, tolerance
     task = model.task(name)
     try:
         (prediction,) = [p for _, p in predictions(model, batch, [name])]
-        whole, again = (sum_of_parts(task.loss(prediction, batch)) for _ in range(2))
+        whole, again = (sum_of_terms(task.loss(prediction, batch)) for _ in range(2))
         if not torch.equal(whole, again):
             return _unchecked(name, "its loss draws random numbers")
         total = float(task.count(batch))
-        parts = split_batch(batch, samples)
-        cut: Sequence[Any]
+        singles = split_batch(batch, samples)
+        made: Sequence[Any]
         if _per_sample(prediction, samples):
-            cut = split_batch(prediction, samples)
+            made = split_batch(prediction, samples)
         else:  # a loss computed in the forward, say
-            cut = [next(p for _, p in predictions(model, part, [name])) for part in parts]
-        counts = [float(task.count(part)) for part in parts]
+            made = [next(p for _, p in predictions(model, single, [name])) for single in singles]
+        counts = [float(task.count(single)) for single in singles]
         losses = [
-            float(sum_of_parts(task.loss(part, labels))) if count > 0 else 0.0
-            for part, labels, count in zip(cut, parts, counts, strict=True)
+            float(sum_of_terms(task.loss(predicted, single))) if count > 0 else 0.0
+            for predicted, single, count in zip(made, singles, counts, strict=True)
         ]
     except (MtaccumError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         return _unchecked(name, f"its samples can't be taken one by one ({type(error).__name__}: {error})")

@@ -34,8 +34,8 @@ def copy_of(model: MultiTaskModel, device: torch.device, *, double: bool) -> Mul
         for value in vars(module).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
-    twin = copy.deepcopy(model, memo)
-    twin.zero_grad(set_to_none=True)
+    copied = copy.deepcopy(model, memo)
+    copied.zero_grad(set_to_none=True)
     moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def move(tensor: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def copy_of(model: MultiTaskModel, device: torch.device, *, double: bool) -> Mul
             moved[id(tensor)] = (tensor, tensor.detach().to(device, wide))
         return moved[id(tensor)][1]
 
-    for module in twin.modules():
+    for module in copied.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.data = move(parameter)
@@ -52,14 +52,14 @@ def copy_of(model: MultiTaskModel, device: torch.device, *, double: bool) -> Mul
             for name, value in places.items():
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     places[name] = move(value)
-    return twin
+    return copied
 
 
 def copies_of(window: Sequence[Any], device: torch.device, *, double: bool) -> list[Any]:
     """Micro-batches on a device, in double precision if asked for; whole numbers stay as they are."""
 
-    def copied(tensor: Tensor) -> Tensor:
+    def fresh(tensor: Tensor) -> Tensor:
         wide = _WIDE.get(tensor.dtype, tensor.dtype) if double else tensor.dtype
         return tensor.detach().to(wide, copy=True)  # a forward may write into its input
 
-    return [map_tensors(to_device(batch, device), copied, strict=False) for batch in window]
+    return [map_tensors(to_device(batch, device), fresh, strict=False) for batch in window]

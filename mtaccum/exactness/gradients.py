@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mtaccum.errors import FeatureError, InplaceError, TaskError, listed
-from mtaccum.exactness.probes import Alive
+from mtaccum.exactness.probes import GraphsAlive
 from mtaccum.exactness.reference import Gradients, compare, joint_gradients
 from mtaccum.exactness.report import Finding
 from mtaccum.exactness.subject import Subject
@@ -27,34 +27,34 @@ class Comparison:
 def compare_gradients(subject: Subject) -> Comparison:
     """Run the schedule and the reference from the same state, and compare."""
     result = Comparison()
-    twin, batches = subject.comparable_twin(), subject.batches()
-    alive = Alive(twin, batches, subject.arrangement)
+    model, batches = subject.comparable_model(), subject.fresh_window()
+    alive = GraphsAlive(model, batches, subject.options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with alive.counting():
-                subject.engine(twin).accumulate(batches)
+                subject.engine(model).accumulate(batches)
         except InplaceError as error:
-            result.findings.append(Finding("in-place", subject.schedule, str(error)))
+            result.findings.append(Finding("in-place", subject.options.schedule, str(error)))
             return result
         except (TaskError, FeatureError) as error:
-            result.findings.append(Finding("failure", subject.schedule, str(error)))
+            result.findings.append(Finding("failure", subject.options.schedule, str(error)))
             return result
     for text in (str(warning.message) for warning in caught):
         if text.startswith("recompute:") or "is frozen" in text:
             result.findings.append(Finding("warning", "engine", text, fault=False))
-    own: Gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    twin = subject.comparable_twin()
+    own: Gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model = subject.comparable_model()
     try:
-        with subject.running(twin), torch.enable_grad():
-            reference = joint_gradients(twin, subject.batches(), subject.plan, subject.arrangement)
+        with subject.running(model), torch.enable_grad():
+            reference = joint_gradients(model, subject.fresh_window(), subject.counts, subject.options)
     except (TaskError, RuntimeError) as error:  # its one backward can fail where a schedule's don't
         text = f"there is no reference to compare with: {error}"
         result.findings.append(Finding("failure", "joint backward", text))
         return result
-    result.differences, worst = compare(twin, own, reference)
+    result.differences, worst = compare(model, own, reference)
     result.alive = alive.seen
-    result.findings += _orphans(subject, twin, reference)
+    result.findings += _unreached(subject, model, reference)
     result.findings += [
         Finding(
             "gradient",
@@ -74,22 +74,22 @@ def compare_gradients(subject: Subject) -> Comparison:
             f"Store detached tensors in modules (x.detach()).",
         )
         for node, (heads, _) in alive.seen.items()
-        if heads and subject.schedule != "summed"
+        if heads and subject.options.schedule != "summed"
     ]
     return result
 
 
-def _orphans(subject: Subject, twin: MultiTaskModel, reference: Gradients) -> list[Finding]:
+def _unreached(subject: Subject, model: MultiTaskModel, reference: Gradients) -> list[Finding]:
     """Trainable parameters that got no gradient although their tasks ran."""
     excused = [
-        twin.prefix(node)
-        for node in twin.own_modules()
-        if node not in subject.reached_nodes or (node in twin.tasks and twin.task(node).mode == "frozen")
+        model.prefix(node)
+        for node in model.own_modules()
+        if node not in subject.reached_nodes or (node in model.tasks and model.task(node).mode == "frozen")
     ]
     names = [
         name
-        for name, parameter in twin.named_parameters()
+        for name, parameter in model.named_parameters()
         if parameter.requires_grad and reference[name] is None and not name.startswith(tuple(excused))
     ]
     text = "trainable, but no task reaches it. Use it in a forward, remove it, or requires_grad_(False) it."
-    return [Finding("orphan parameters", listed(names), text)] if names else []
+    return [Finding("unreached parameters", listed(names), text)] if names else []

@@ -1,25 +1,23 @@
-"""Probes: what a model's modules do while they run, seen from hooks on all of them.
+"""Probes: what a model's modules do while they run. Each looks on by ``observe``, at a copy of the model.
 
-Each looks at a copy of the model, and names modules as they are called from the node: ``trunk.layer1.bn``.
+Modules are named as they are called from the node: ``trunk.layer1.bn``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtaccum.engine.arrangement import Arrangement
-from mtaccum.engine.replay import RandomState
+from mtaccum.engine import StepOptions
 from mtaccum.model import MultiTaskModel
+from mtaccum.observe import OperationObserver, observed
+from mtaccum.state import RandomState
 from mtaccum.structure import map_tensors, tensors_of
-
-Seen = Callable[[str, nn.Module, tuple[Any, ...], Any], None]
 
 
 def module_names(model: MultiTaskModel) -> dict[nn.Module, str]:
@@ -32,30 +30,7 @@ def module_names(model: MultiTaskModel) -> dict[nn.Module, str]:
     return names
 
 
-@contextmanager
-def watching(
-    model: MultiTaskModel, seen: Seen, entered: Callable[[str], None] | None = None
-) -> Iterator[None]:
-    """Call ``entered(name)`` before each module's forward, and ``seen(name, module, inputs, output)`` after
-    it."""
-    hooks: list[Any] = []
-    for module, name in module_names(model).items():
-        if entered is not None:
-            hooks.append(module.register_forward_pre_hook(lambda _m, _a, name=name: entered(name)))
-        hooks.append(
-            module.register_forward_hook(
-                lambda m, args, kwargs, out, name=name: seen(name, m, (args, kwargs), out),
-                with_kwargs=True,
-            )
-        )
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class Recorder:
+class Outputs:
     """Outputs of all modules in a first run, held against those of a second one.
 
     Attributes:
@@ -73,8 +48,8 @@ class Recorder:
         """The second run begins."""
         self._position = 0
 
-    def seen(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """As ``watching`` calls it."""
+    def left(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        """As ``observed`` calls it."""
         tensors = [tensor.detach() for tensor in tensors_of(output, strict=False)]
         if self._position is None:
             self._outputs.append((name, [tensor.clone() for tensor in tensors]))
@@ -124,26 +99,20 @@ class CoupledSamples:
         self.found: list[str] = []
 
     @contextmanager
-    def watching(self, model: MultiTaskModel) -> Iterator[None]:
+    def looking(self, model: MultiTaskModel) -> Iterator[None]:
         """Look at all modules that run inside. Each gets its inputs as views of their own, so that a
         gradient with respect to one of them doesn't lead through another one, made from it before."""
 
-        def views(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def views(_name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
             return map_tensors((args, kwargs), _view, strict=False)
 
-        hooks = [module.register_forward_pre_hook(views, with_kwargs=True) for module in module_names(model)]
-        try:
-            with watching(model, self.seen):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with observed(module_names(model), entered=views, left=self._left):
+            yield
 
-    def seen(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """As ``watching`` calls it."""
+    def _left(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if getattr(module, "batch_first", True) is False:
             return  # the first dimension is time
-        given, made = self._batched(inputs), self._batched(output)
+        given, made = self._batched((args, kwargs)), self._batched(output)
         if not given or not made or any(inner.startswith(f"{name}.") for inner in self.found):
             return
         first = made[0][0]
@@ -173,34 +142,32 @@ def _view(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
 
-class DynamicShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DynamicShapes(OperationObserver):  # type: ignore[no-untyped-call]
     """Finds modules with operations whose shape depends on values, or that read a value.
 
     Attributes:
-        found: operations by the name of the module that runs them (or what was set as ``place``).
-        place: where operations outside of modules belong to.
+        found: operations by the name of the module that runs them; "" outside of modules.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: dict[str, str] = {}
-        self.place = ""
         self._stack: list[str] = []
 
-    def entered(self, name: str) -> None:
-        """As ``watching`` calls it."""
+    def entered(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        """As ``observed`` calls it."""
         self._stack.append(name)
 
-    def seen(self, _name: str, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """As ``watching`` calls it."""
+    def left(self, _name: str, _module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        """As ``observed`` calls it."""
         self._stack.pop()
 
     @property
     def innermost(self) -> str:
         """The module that is running."""
-        return self._stack[-1] if self._stack else self.place
+        return self._stack[-1] if self._stack else ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tags = getattr(func, "tags", ())
         reads = torch.Tag.data_dependent_output in tags
         dynamic = torch.Tag.dynamic_output_shape in tags
@@ -208,10 +175,10 @@ class DynamicShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dynamic = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         if reads or dynamic:
             self.found.setdefault(self.innermost, func.name().removeprefix("aten::").split(".")[0])
-        return func(*args, **(kwargs or {}))
+        return super().run(func, args, kwargs)
 
 
-class Draws:
+class DrawingHeads:
     """Finds heads that draw random numbers.
 
     Attributes:
@@ -223,43 +190,33 @@ class Draws:
         self._before = RandomState()
 
     @contextmanager
-    def watching(self, model: MultiTaskModel, names: Iterable[str]) -> Iterator[None]:
+    def looking(self, model: MultiTaskModel, names: Iterable[str]) -> Iterator[None]:
         """Look at the forwards of these tasks that run inside."""
-        hooks: list[Any] = []
-        for name in names:
-            task = model.task(name)
-            hooks.append(task.register_forward_pre_hook(self._remember))
-            hooks.append(task.register_forward_hook(self._looking_at(name)))
-        try:
+        tasks: dict[nn.Module, str] = {model.task(name): name for name in names}
+        with observed(tasks, entered=self._entered, left=self._left):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def _remember(self, _task: nn.Module, _given: Any) -> None:
+    def _entered(self, _name: str, _task: nn.Module, _args: Any, _kwargs: Any) -> None:
         self._before = RandomState()
 
-    def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_task: nn.Module, _given: Any, _output: Any) -> None:
-            if not self._before.is_current():
-                self.found.add(name)
-
-        return look
+    def _left(self, name: str, _task: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
+        if not self._before.is_current():
+            self.found.add(name)
 
 
-class Alive:
+class GraphsAlive:
     """Counts what is kept for a backward while each node's forward runs, besides parameters and batches.
 
     Args:
-        arrangement: the heads of a group keep their graphs for each other.
+        options: the heads of a head group keep their graphs for each other.
 
     Attributes:
-        seen: for each node the most graphs of heads outside its group that were alive in its forward, and
-            the most bytes that all graphs kept.
+        seen: for each node the most graphs of heads outside its head group that were alive in its forward,
+            and the most bytes that all graphs kept.
     """
 
-    def __init__(self, model: MultiTaskModel, window: Sequence[Any], arrangement: Arrangement) -> None:
-        self._model, self._arrangement = model, arrangement
+    def __init__(self, model: MultiTaskModel, window: Sequence[Any], options: StepOptions) -> None:
+        self._model, self._options = model, options
         self._node = ""
         self._given = {
             tensor.untyped_storage().data_ptr()
@@ -272,16 +229,12 @@ class Alive:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Around the run of a window."""
-        hooks = [
-            self._model.node(name).register_forward_pre_hook(self._entering(name))
-            for name in self._model.own_modules()
-        ]
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        nodes = {self._model.node(name): name for name in self._model.own_modules()}
+        with (
+            observed(nodes, entered=self._entered),
+            torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor),
+        ):
+            yield
 
     def _keep(self, tensor: Tensor) -> _Kept:
         kept = _Kept(tensor.detach(), self._node)  # detached: an output that knows its graph would be a cycle
@@ -289,19 +242,16 @@ class Alive:
             self._kept.append(weakref.ref(kept))
         return kept
 
-    def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def enter(_module: nn.Module, _args: Any) -> None:
-            self._node = name
-            alive = [kept for reference in self._kept if (kept := reference()) is not None]
-            self._kept = [weakref.ref(kept) for kept in alive]
-            group = self._arrangement.group_of(name)
-            heads = {kept.node for kept in alive if kept.node in self._model.tasks}.difference(group)
-            storages = {k.tensor.untyped_storage().data_ptr(): k.tensor.untyped_storage() for k in alive}
-            kept_bytes = sum(storage.nbytes() for storage in storages.values())
-            most_heads, most_bytes = self.seen.get(name, (0, 0))
-            self.seen[name] = max(most_heads, len(heads)), max(most_bytes, kept_bytes)
-
-        return enter
+    def _entered(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        self._node = name
+        alive = [kept for reference in self._kept if (kept := reference()) is not None]
+        self._kept = [weakref.ref(kept) for kept in alive]
+        group = self._options.head_group_of(name)
+        heads = {kept.node for kept in alive if kept.node in self._model.tasks}.difference(group)
+        storages = {k.tensor.untyped_storage().data_ptr(): k.tensor.untyped_storage() for k in alive}
+        kept_bytes = sum(storage.nbytes() for storage in storages.values())
+        most_heads, most_bytes = self.seen.get(name, (0, 0))
+        self.seen[name] = max(most_heads, len(heads)), max(most_bytes, kept_bytes)
 
 
 class _Kept:

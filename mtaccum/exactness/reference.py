@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtaccum.engine.arrangement import Arrangement
-from mtaccum.engine.replay import frozen, is_frozen
-from mtaccum.engine.result import sum_of_parts
-from mtaccum.engine.window import WindowPlan
+from mtaccum.engine import StepOptions
+from mtaccum.engine.result import sum_of_terms
+from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.model import ROOT, MultiTaskModel
+from mtaccum.state import not_learning
 from mtaccum.structure import detach
 
 Gradients = dict[str, Tensor | None]
-_EACH_HEAD = Arrangement()
 
 
 def joint_gradients(
-    model: MultiTaskModel, window: Sequence[Any], plan: WindowPlan, arrangement: Arrangement = _EACH_HEAD
+    model: MultiTaskModel, window: Sequence[Any], counts: WindowCounts, options: StepOptions
 ) -> Gradients:
     """Gradients by parameter of the sum over tasks of weight * (sum of label losses) / (their number).
 
     Leaves ``.grad`` None.
 
     Args:
-        arrangement: in whose order the heads run, and so draw random numbers.
+        options: in whose order the heads run, and so draw random numbers.
     """
     sums: dict[str, Tensor] = {}
     for index, batch in enumerate(window):
-        for name, loss in losses(model, batch, arrangement.in_order(plan.active(index))):
-            weighted = loss * plan.counts[name][index]
+        for name, loss in losses(model, batch, options.in_order(counts.labels.active_in(index))):
+            weighted = loss * counts.labels.count(name, index)
             sums[name] = sums[name] + weighted if name in sums else weighted
-    total = [plan.weights[name] * value / plan.totals[name] for name, value in sums.items()]
+    total = [counts.weights[name] * value / counts.totals[name] for name, value in sums.items()]
     joint = torch.stack([value.to(torch.float64) for value in total]).sum()
     if joint.requires_grad:
         joint.backward()  # type: ignore[no-untyped-call]
@@ -48,7 +47,7 @@ def losses(model: MultiTaskModel, batch: Any, active: Sequence[str]) -> Iterator
     """Each active task's mean loss on a micro-batch with its graph; every node runs once."""
     for name, prediction in predictions(model, batch, active):
         with _kept(model, name):
-            yield name, sum_of_parts(model.task(name).loss(prediction, batch))
+            yield name, sum_of_terms(model.task(name).loss(prediction, batch))
 
 
 def predictions(model: MultiTaskModel, batch: Any, active: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -70,9 +69,8 @@ def _walk(
         yield from _walk(model, batch, below, {**features, name: output})
 
 
-def _kept(model: MultiTaskModel, name: str) -> Any:
-    module = model.node(name)
-    return frozen(module) if is_frozen(module) else nullcontext()
+def _kept(model: MultiTaskModel, name: str) -> AbstractContextManager[None]:
+    return not_learning(model.node(name)) if model.is_frozen(name) else nullcontext()
 
 
 def compare(

@@ -1,9 +1,9 @@
-"""What is checked: a model, real batches, and how they are to be run."""
+"""What is checked: a model, real batches, and the options of the steps."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,25 +12,24 @@ from typing import Any
 import torch
 
 from mtaccum.batch import batch_size_of
-from mtaccum.engine import Engine, WindowPlan
-from mtaccum.engine.arrangement import Arrangement
-from mtaccum.engine.norms import normalising, passes_of
-from mtaccum.engine.replay import RandomState
+from mtaccum.engine import Engine, LabelCounts, StepOptions
+from mtaccum.engine.norms import normalising
+from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.exactness.doubles import copies_of, copy_of
 from mtaccum.model import MultiTaskModel
+from mtaccum.parallel import SingleProcess
+from mtaccum.state import RandomState
 
 DOUBLE_BOUND, SINGLE_BOUND = 1e-12, 1e-5
-_EACH_HEAD = Arrangement()
 
 
 @dataclass
 class Subject:
-    """The user's model and window, of which each part of a check gets fresh copies.
+    """The user's model and window, of which each of the runs of a check gets fresh copies.
 
     Attributes:
+        options: those that are compared; the others have their defaults.
         random: the state that each run starts from.
-        groups, chunks: as they were asked for.
-        arrangement: what the engine made of them.
         drawing: the tasks in chunks whose heads draw random numbers.
         double: whether copies are in double precision.
         bound: what a gradient may differ by, relative to its node's norm.
@@ -39,21 +38,21 @@ class Subject:
     model: MultiTaskModel
     window: Sequence[Any]
     device: torch.device
-    schedule: str
-    recompute: tuple[str, ...]
-    batchnorm: str
+    options: StepOptions
     random: RandomState
-    groups: Sequence[Sequence[str]] = ()
-    chunks: Mapping[str, int] | None = None
-    arrangement: Arrangement = _EACH_HEAD
     drawing: frozenset[str] = frozenset()
     double: bool = True
     bound: float = DOUBLE_BOUND
 
     @cached_property
-    def plan(self) -> WindowPlan:
+    def labels(self) -> LabelCounts:
         """Counts of the window."""
-        return WindowPlan.of(self.model.tasks_by_name(), self.window)
+        return LabelCounts.of(self.model.tasks_by_name(), self.window)
+
+    @cached_property
+    def counts(self) -> WindowCounts:
+        """The same with the weights of the tasks, in this process."""
+        return WindowCounts.agreed(self.labels, self.model, SingleProcess())
 
     @property
     def micro_batches(self) -> int:
@@ -68,7 +67,7 @@ class Subject:
     @property
     def reached(self) -> set[str]:
         """Tasks that have a label in the window."""
-        return {name for name, total in self.plan.totals.items() if total > 0}
+        return {name for name, total in self.labels.totals.items() if total > 0}
 
     @property
     def reached_nodes(self) -> list[str]:
@@ -81,42 +80,35 @@ class Subject:
         chosen: list[int] = []
         missing = self.reached
         for index in range(self.micro_batches):
-            if missing & set(self.plan.active(index)):
+            if missing & set(self.labels.active_in(index)):
                 chosen.append(index)
-                missing = missing - set(self.plan.active(index))
+                missing = missing - set(self.labels.active_in(index))
         return chosen
 
-    def twin(self) -> MultiTaskModel:
-        """A fresh copy of the model, and the random state as it was at the start."""
+    def fresh_model(self) -> MultiTaskModel:
+        """A copy of the model, and the random state as it was at the start."""
         self.random.restore()
         return copy_of(self.model, self.device, double=self.double)
 
-    def comparable_twin(self) -> MultiTaskModel:
+    def comparable_model(self) -> MultiTaskModel:
         """A copy on which a schedule and the joint backward draw the same random numbers."""
-        twin = self.twin()
+        model = self.fresh_model()
         for name in self.drawing:
-            twin.task(name).eval()
-        return twin
+            model.task(name).eval()
+        return model
 
-    def batches(self) -> list[Any]:
-        """Fresh copies of the micro-batches."""
+    def fresh_window(self) -> list[Any]:
+        """Copies of the micro-batches."""
         return copies_of(self.window, self.device, double=self.double)
 
-    def engine(self, twin: MultiTaskModel) -> Engine:
+    def engine(self, model: MultiTaskModel) -> Engine:
         """An engine as it was asked for."""
-        return Engine(
-            twin,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            batchnorm=self.batchnorm,
-            groups=self.groups,
-            chunks=self.chunks,
-        )
+        return Engine(model, options=self.options)
 
     @contextmanager
-    def running(self, twin: MultiTaskModel) -> Iterator[None]:
-        """Around forwards of a twin without an engine: BatchNorm as an engine would have it, no warnings."""
-        with quiet(), normalising(twin, self.batchnorm, passes_of(twin, self.plan)):
+    def running(self, model: MultiTaskModel) -> Iterator[None]:
+        """Around forwards of a copy without an engine: BatchNorm as an engine would have it, no warnings."""
+        with quiet(), normalising(model, self.options.batchnorm, self.counts.passes(model)):
             yield
 
 

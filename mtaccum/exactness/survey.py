@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from mtaccum.batch import batch_size_of
 from mtaccum.engine.norms import batch_normalised
-from mtaccum.engine.replay import StateBefore
 from mtaccum.errors import TaskError, first_line, listed
 from mtaccum.exactness.probes import (
     CoupledSamples,
-    Draws,
+    DrawingHeads,
     DynamicShapes,
-    Recorder,
+    Outputs,
     module_names,
     same,
-    watching,
 )
 from mtaccum.exactness.reference import losses
 from mtaccum.exactness.report import Finding
 from mtaccum.exactness.subject import SINGLE_BOUND, Subject
+from mtaccum.observe import observed
+from mtaccum.state import Snapshot
 
 _OTHER_DTYPE = ("same dtype", "expected scalar type", "expected m1 and m2", "same data type", "but found")
 
@@ -33,28 +33,26 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
     Returns:
         What was found, and whether the forwards run at all.
     """
-    twin, batches = subject.twin(), subject.batches()
-    recorder, shapes, draws = Recorder(), DynamicShapes(), Draws()
+    model, batches = subject.fresh_model(), subject.fresh_window()
+    names = module_names(model)
+    outputs, shapes, draws = Outputs(), DynamicShapes(), DrawingHeads()
 
     def forwards() -> list[Tensor]:
         return [
             loss.detach()
             for index in subject.telling
-            for _, loss in losses(twin, batches[index], subject.plan.active(index))
+            for _, loss in losses(model, batches[index], subject.labels.active_in(index))
         ]
 
-    def seen(*args: Any) -> None:
-        recorder.seen(*args)
-        shapes.seen(*args)
-
-    before = StateBefore(twin)
+    before = Snapshot(model)
     try:
-        with subject.running(twin), torch.no_grad():
-            with shapes, watching(twin, seen, shapes.entered):
+        with subject.running(model), torch.no_grad():
+            in_modules = observed(names, entered=shapes.entered, left=shapes.left)
+            with shapes, in_modules, observed(names, left=outputs.left):
                 first = forwards()
-            recorder.again()
-            chunked = draws.watching(twin, subject.arrangement.chunks)
-            with before.once_more(), watching(twin, recorder.seen), chunked:
+            outputs.again()
+            chunked = draws.looking(model, subject.options.chunked)
+            with before.once_more(), observed(names, left=outputs.left), chunked:
                 second = forwards()
     except (TaskError, RuntimeError, TypeError) as error:
         where = shapes.innermost or "model"
@@ -64,30 +62,43 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
             found, runs = survey(subject)
             return [Finding("precision", where, text, fault=False), *found], runs
         return [Finding("failure", where, f"its forward failed: {error}")], False
-    found = []
-    if recorder.single and subject.double:
+    if outputs.single and subject.double:
         subject.bound = SINGLE_BOUND
-        text = f"it computes in less than double precision, so all is held to the bound {SINGLE_BOUND:g}."
-        found.append(Finding("precision", recorder.single[0], text, fault=False))
-    if recorder.different or recorder.missed:
-        found.append(_different((recorder.different or [str(recorder.missed)])[0]))
-    elif not same(first, second):
-        found.append(_different("a loss"))
     subject.drawing = frozenset(draws.found)
-    for name in sorted(draws.found):
+    return [*_computed(subject, outputs, same(first, second)), *_unpredictable(names, shapes)], True
+
+
+def _computed(subject: Subject, outputs: Outputs, same_losses: bool) -> list[Finding]:
+    """What the two runs show of precision and randomness."""
+    found = []
+    if outputs.single and subject.double:
+        text = f"it computes in less than double precision, so all is held to the bound {SINGLE_BOUND:g}."
+        found.append(Finding("precision", outputs.single[0], text, fault=False))
+    if outputs.different or outputs.missed:
+        found.append(_different((outputs.different or [str(outputs.missed)])[0]))
+    elif not same_losses:
+        found.append(_different("a loss"))
+    for name in sorted(subject.drawing):
         text = (
             "its head draws random numbers: in chunks it draws others than for the whole micro-batch, as "
             "with another seed. It was compared in evaluation mode."
         )
         found.append(Finding("randomness", name, text, fault=False))
-    for name, operation in shapes.found.items():
-        text = f"{operation} depends on values, so its memory can't be predicted, only measured."
-        found.append(Finding("memory", name or "a loss", text, fault=False))
-    for module, name in module_names(twin).items():
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            text = "a recurrent layer: its memory can't be predicted, only measured."
-            found.append(Finding("memory", name, text, fault=False))
-    return found, True
+    return found
+
+
+def _unpredictable(names: Mapping[nn.Module, str], shapes: DynamicShapes) -> list[Finding]:
+    """Modules whose memory can't be predicted."""
+    texts = [
+        (name or "a loss", f"{operation} depends on values, so its memory can't be predicted, only measured.")
+        for name, operation in shapes.found.items()
+    ]
+    texts += [
+        (name, "a recurrent layer: its memory can't be predicted, only measured.")
+        for module, name in names.items()
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase)
+    ]
+    return [Finding("memory", name, text, fault=False) for name, text in texts]
 
 
 def _different(where: str) -> Finding:
@@ -103,25 +114,25 @@ def _different(where: str) -> Finding:
 
 def coupled_samples(subject: Subject) -> list[Finding]:
     """Layers in which the output of one sample depends on others: BatchNorm, and whatever else does."""
-    twin, batches = subject.twin(), subject.batches()
+    model, batches = subject.fresh_model(), subject.fresh_window()
     index = max(subject.telling, key=lambda i: batch_size_of(batches[i]))
     probe = CoupledSamples(batch_size_of(batches[index]))
     found = []
-    with subject.running(twin), torch.enable_grad():
+    with subject.running(model), torch.enable_grad():
         names = [
             layer
             for node in subject.reached_nodes
-            for layer in batch_normalised(twin.own_modules()[node], prefix=node)
+            for layer in batch_normalised(model.own_modules()[node], prefix=node)
         ]
         try:
-            with probe.watching(twin):
-                for _ in losses(twin, batches[index], subject.plan.active(index)):
+            with probe.looking(model):
+                for _ in losses(model, batches[index], subject.labels.active_in(index)):
                     pass
         except (TaskError, RuntimeError) as error:
             text = f"not looked for: {first_line(error)}"
             found.append(Finding("coupled samples", "model", text, fault=False))
     names = list(dict.fromkeys([*probe.found, *names]))
-    chunked = [name for name in names if name.split(".")[0] in subject.arrangement.chunks]
+    chunked = [name for name in names if name.split(".")[0] in subject.options.chunked]
     if chunked:
         text = (
             "the output of one sample depends on the others in its micro-batch, and the head takes that in "

@@ -2,14 +2,13 @@
 
 from mtaccum.memory.ledger import KINDS
 from mtaccum.memory.measure import PeakReport, measure_peak, measure_step
-from mtaccum.memory.predict import FakeTraining, How, Prediction
+from mtaccum.memory.predict import FakeTraining, Prediction
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.memory.units import format_bytes, parse_bytes
 
 __all__ = [
     "KINDS",
     "FakeTraining",
-    "How",
     "LiveBytes",
     "Moment",
     "PeakReport",

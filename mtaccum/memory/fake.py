@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from mtaccum.engine.replay import RandomState
 from mtaccum.errors import PredictionError, first_line
+from mtaccum.state import random_state_kept
 from mtaccum.structure import map_tensors, tensors_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -27,22 +26,12 @@ M = TypeVar("M", bound=nn.Module)
 def build_empty(build: Callable[[], M]) -> M:
     """What ``build`` returns, on the device ``meta``; or for real where its code can't do without values."""
     try:
-        with undrawn(), torch.device("meta"), warnings.catch_warnings():
+        with random_state_kept(), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # initialisations of tensors without values
             return build()
     except Exception:
-        with undrawn():
+        with random_state_kept():
             return build()
-
-
-@contextmanager
-def undrawn() -> Iterator[None]:
-    """Whatever random numbers are drawn inside, afterwards it is as if none were."""
-    random = RandomState()
-    try:
-        yield
-    finally:
-        random.restore()
 
 
 class Faking:

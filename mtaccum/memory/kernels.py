@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtaccum.observe import OperationObserver
 
 _aten = torch.ops.aten
 _Layout = Callable[[Tensor, Any], Tensor]
@@ -63,16 +64,11 @@ _LAYOUTS: dict[Any, _Layout] = {
 }
 
 
-class CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CpuKernels(OperationObserver):  # type: ignore[no-untyped-call]
     """Inside of a ``FakeTensorMode``: results lie in memory as the CPU's kernels leave them."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = super().run(func, args, kwargs)
         layout = _LAYOUTS.get(func)
         if layout is None:
             return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mtaccum.parallel import local
+from mtaccum.parallel import to_local
 
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUTS, FEATURES, ACTIVATIONS, TEMPORARIES = range(7)
 
@@ -26,7 +26,7 @@ KINDS = (
 
 class StorageRef(weakref.ref[torch.UntypedStorage]):
     """Weak reference to a counted storage, with its address, its counted size in bytes and its kind; and a
-    note of whoever watches."""
+    note of whoever looks on."""
 
     __slots__ = ("key", "kind", "nbytes", "note")
     key: int
@@ -138,7 +138,7 @@ def _collect(value: object, device_type: str, found: list[torch.UntypedStorage])
 
 
 def _own_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    tensor = local(tensor)  # of one that is spread over the ranks, this rank's part
+    tensor = to_local(tensor)  # of a DTensor this rank's shard
     wrapper = bool(is_traceable_wrapper_subclass(tensor))
     if tensor.layout == torch.strided and not wrapper:
         return [tensor.untyped_storage()]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mtaccum.engine import Engine, StepResult
+from mtaccum.memory.labels import labelling, state_tensors
 from mtaccum.memory.ledger import OPTIMIZER
 from mtaccum.memory.tracker import Existing, LiveBytes, Moment
-from mtaccum.memory.watching import state_tensors, watching
 from mtaccum.structure import tensors_of
 
 LIVE, ALLOCATOR = "live tensor bytes", "CUDA allocator peak"
@@ -103,7 +103,7 @@ def measure_step(
     live.label(state, OPTIMIZER)
     live.reset_peak()
     start = live.current_bytes
-    with live, watching(live, model, optimizer):
+    with live, labelling(live, model, optimizer):
         result = engine.step(window) if optimizer is not None else engine.accumulate(window)
     moments = live.timeline if timeline else ()
     if device.type == "cpu":

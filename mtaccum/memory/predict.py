@@ -13,40 +13,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW, Optimizer
 
-from mtaccum.batch import batch_size_of, split_batch, take_part
-from mtaccum.engine import Engine, WindowPlan
+from mtaccum.batch import batch_size_of, split_batch, take_micro_batch
+from mtaccum.engine import Engine, LabelCounts, StepOptions
 from mtaccum.errors import MtaccumError
-from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state, undrawn
+from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state
 from mtaccum.memory.flops import flops_of
 from mtaccum.memory.kernels import CpuKernels
+from mtaccum.memory.labels import labelling, state_tensors
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
 from mtaccum.memory.refusals import NoRecurrence, check_arguments, check_model, check_optimizer, explained
-from mtaccum.memory.shortened import Noting, shortened
+from mtaccum.memory.representatives import NotingWindow, representatives
 from mtaccum.memory.substitutes import NoScaler, as_on_cuda, offloading
 from mtaccum.memory.tracker import LiveBytes, Moment
-from mtaccum.memory.watching import state_tensors, watching
 from mtaccum.model import MultiTaskModel, evaluating
+from mtaccum.state import random_state_kept
 from mtaccum.structure import map_tensors, tensors_of
 
 BuildModel = Callable[[], MultiTaskModel]
 BuildOptimizer = Callable[[MultiTaskModel], Optimizer]
-
-
-@dataclass(frozen=True)
-class How:
-    """How a step is run: the arguments of an engine that change its memory, and K.
-
-    Attributes:
-        schedule, recompute, groups, offload: as for ``Engine``; chunks too, as pairs.
-        accumulate: into how many micro-batches the batch is cut.
-    """
-
-    schedule: str = "split"
-    accumulate: int = 1
-    recompute: tuple[str, ...] = ()
-    groups: tuple[tuple[str, ...], ...] = ()
-    chunks: tuple[tuple[str, int], ...] = ()
-    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,14 +54,14 @@ class Prediction:
     timeline: Sequence[Moment] = field(default=(), repr=False)
 
 
-class Tracker(LiveBytes):  # type: ignore[no-untyped-call]
+class FlopTracker(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts FLOPs too."""
 
     def __init__(self, existing: Any, *, timeline: bool = False) -> None:
         super().__init__(existing, timeline=timeline)
         self.flops = 0
 
-    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def counted(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         self.flops += flops_of(func, args, kwargs, result)
 
 
@@ -95,7 +79,8 @@ class FakeTraining:
         build_optimizer: makes the optimizer of a model; AdamW if none is given.
         device: ``cpu``; or ``cuda``, for an estimate: optimizers work on lists of tensors there, and only the
             micro-batch that runs lies on the device.
-        precision, batchnorm, max_grad_norm: as for ``Engine``.
+        options: of the steps. Modules are predicted as they are, not compiled, and ``batchnorm="sync"`` as
+            ``keep``.
         copies: further copies of the model that live beside it, such as averaged weights.
 
     Raises:
@@ -111,27 +96,17 @@ class FakeTraining:
         *,
         build_optimizer: BuildOptimizer | None = None,
         device: torch.device | str = "cpu",
-        precision: str = "fp32",
-        batchnorm: str = "keep",
-        max_grad_norm: float | None = None,
+        options: StepOptions | None = None,
         copies: int = 0,
     ) -> None:
         build_optimizer = build_optimizer or adamw
         check_arguments(build_model, batch, build_optimizer)
         self.batch = batch
-        self.precision = precision
         self.device_type = torch.device(device).type
-        self.batchnorm = "keep" if batchnorm == "sync" else batchnorm
-        self._options: dict[str, Any] = {
-            "precision": precision,
-            "batchnorm": self.batchnorm,
-            "max_grad_norm": max_grad_norm,
-            "parallel": "none",
-            "scaler": NoScaler() if precision == "fp16" else None,
-        }
+        self.options = StepOptions() if options is None else options
         self._build_model = build_model
         self._counting: MultiTaskModel | None = None
-        self._counted: dict[object, WindowPlan] = {}
+        self._counted: dict[object, LabelCounts] = {}
         # what hides outside of modules is converted where it is met
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
@@ -139,7 +114,7 @@ class FakeTraining:
         except MtaccumError as error:
             if "meta" not in str(error):
                 raise
-            with undrawn():  # what hides was made on that device
+            with random_state_kept():  # what hides was made on that device
                 self._take(build_model(), build_optimizer, copies)
 
     def _take(self, model: MultiTaskModel, build_optimizer: BuildOptimizer, copies: int) -> None:
@@ -156,38 +131,37 @@ class FakeTraining:
 
     def predict(
         self,
-        how: How,
+        options: StepOptions | None = None,
+        accumulate: int = 1,
         *,
         timeline: bool = False,
-        make_tracker: Callable[..., Tracker] = Tracker,
+        make_tracker: Callable[..., FlopTracker] = FlopTracker,
     ) -> Prediction:
         """The memory of one step, once the optimizer has its state.
 
         Of many micro-batches three of each kind are run, alike in size and in which tasks have labels; the
         others would repeat these.
 
+        Args:
+            options: of the step; None: those of the training.
+            accumulate: into how many micro-batches the batch is split.
+
         Raises:
             PredictionError: the step reads values that fake tensors don't have.
             MtaccumError: whatever ``Engine`` or its ``step`` raises.
         """
-        real = split_batch(self.batch, how.accumulate)
-        engine = Engine(
-            self.model,
-            self.optimizer,
-            schedule=how.schedule,
-            recompute=how.recompute,
-            groups=how.groups,
-            chunks=dict(how.chunks),
-            **self._options,
-        )
+        options = self.options if options is None else options
+        real = split_batch(self.batch, accumulate)
+        engine = self._engine(options)
         sizes = [batch_size_of(micro_batch) for micro_batch in real]
-        plan, chosen = shortened(self._counts(real, how.chunks), sizes)
-        with undrawn(), self.mode, warnings.catch_warnings(), explained(self.model):
+        labels = self._labels(real, options)
+        chosen = representatives(labels, sizes)
+        with random_state_kept(), self.mode, warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")  # they are for whoever runs it
             batch = fake_nest(self.batch, self.mode)
             samples = batch_size_of(batch)
-            parts = [take_part(batch, samples, how.accumulate, index) for index in chosen]
-            lying = batch if self.device_type == "cpu" else self._alone(max(parts, key=batch_size_of))
+            parts = [take_micro_batch(batch, samples, accumulate, index) for index in chosen]
+            lying = batch if self.device_type == "cpu" else self._by_itself(max(parts, key=batch_size_of))
             alive: list[Tensor | nn.Module] = [
                 self.model,
                 *(*self.copies, *state_tensors(self.optimizer), *tensors_of(lying, strict=False)),
@@ -196,12 +170,12 @@ class FakeTraining:
             tracker.label(state_tensors(self.optimizer), OPTIMIZER)
             tracker.label(self.copies, PARAMETERS)
             tracker.reset_peak()
-            window = Noting(parts, lambda: tracker.flops)
+            window = NotingWindow(parts, lambda: tracker.flops)
             start = tracker.current_bytes
-            away = offloading() if how.offload else nullcontext()
+            away = offloading() if options.offload else nullcontext()
             kernels = CpuKernels() if self.device_type == "cpu" else nullcontext()
-            with kernels, tracker, watching(tracker, self.model, self.optimizer), away:
-                engine.step(window, plan)
+            with kernels, tracker, labelling(tracker, self.model, self.optimizer), away:
+                engine.step(window, labels.take(chosen))
         return Prediction(
             tracker.peak_bytes,
             start,
@@ -211,19 +185,19 @@ class FakeTraining:
             tracker.timeline if timeline else (),
         )
 
-    def _alone(self, micro_batch: Any) -> Any:
+    def _by_itself(self, micro_batch: Any) -> Any:
         """A micro-batch with storages of its own, as a device has it."""
         return map_tensors(micro_batch, torch.empty_like, strict=False)
 
     def _learn_once(self) -> None:
         """The state that the optimizer has once all tasks have had labels."""
-        engine = Engine(self.model, self.optimizer, **self._options)
-        plan = self._counts([self.batch])
-        with undrawn(), self.mode, NoRecurrence(), warnings.catch_warnings(), explained(self.model):
+        engine = self._engine(self.options)
+        labels = self._labels([self.batch], self.options)
+        with random_state_kept(), self.mode, NoRecurrence(), warnings.catch_warnings(), explained(self.model):
             warnings.simplefilter("ignore")
-            engine.accumulate([fake_nest(self.batch, self.mode)], plan)
+            engine.accumulate([fake_nest(self.batch, self.mode)], labels)
             learning = {id(p): p for p in self.model.parameters() if p.grad is not None}
-            for name, total in plan.totals.items():
+            for name, total in labels.totals.items():
                 if total == 0 and self.model.task(name).mode != "frozen":
                     for node in self.model.paths[name]:
                         learning |= {id(p): p for p in self.model.node(node).parameters() if p.requires_grad}
@@ -232,32 +206,41 @@ class FakeTraining:
 
     def leaves_out(self, micro_batches: int) -> bool:
         """Whether some of so many micro-batches lack the labels of a task that has some, and don't run it."""
-        counts = self._counts(split_batch(self.batch, micro_batches)).counts.values()
+        counts = self._labels(split_batch(self.batch, micro_batches), self.options).counts.values()
         return any(any(numbers) and not all(numbers) for numbers in counts)
 
-    def _counts(self, window: Sequence[Any], chunks: tuple[tuple[str, int], ...] = ()) -> WindowPlan:
+    def _engine(self, options: StepOptions) -> Engine:
+        changes: dict[str, Any] = {"offload": False, "compile": False, "comm_hook": "none"}
+        if options.batchnorm == "sync":
+            changes["batchnorm"] = "keep"
+        options = options.changed(changes)
+        scaler = NoScaler() if options.precision == "fp16" else None
+        return Engine(self.model, self.optimizer, options=options, scaler=scaler, parallel="none")
+
+    def _labels(self, window: Sequence[Any], options: StepOptions) -> LabelCounts:
         """The labels, counted by the tasks; by those of a real model where they need its tensors."""
-        key = len(window), chunks
+        chunks = options.chunked
+        key = len(window), tuple(chunks.items())
         if key not in self._counted and self._counting is None:
             try:
-                self._counted[key] = WindowPlan.of(self.model.tasks_by_name(), window, dict(chunks))
+                self._counted[key] = LabelCounts.of(self.model.tasks_by_name(), window, chunks)
             except (MtaccumError, RuntimeError, AssertionError, TypeError):
-                with undrawn():
+                with random_state_kept():
                     self._counting = self._build_model()
         if key not in self._counted:
             assert self._counting is not None
-            self._counted[key] = WindowPlan.of(self._counting.tasks_by_name(), window, dict(chunks))
+            self._counted[key] = LabelCounts.of(self._counting.tasks_by_name(), window, chunks)
         return self._counted[key]
 
 
 def predict_evaluation(training: FakeTraining, samples: int) -> int:
     """Bytes at the peak of an evaluation of so many samples at once, in proportion to those of the batch."""
     model = training.model
-    with undrawn(), training.mode, explained(model), evaluating(model):
+    with random_state_kept(), training.mode, explained(model), evaluating(model):
         batch = fake_nest(training.batch, training.mode)
         held: list[Tensor | nn.Module] = [model, *training.copies, *state_tensors(training.optimizer)]
-        tracker = Tracker([*held, *tensors_of(batch, strict=False)])
-        fixed = Tracker(held).current_bytes
+        tracker = FlopTracker([*held, *tensors_of(batch, strict=False)])
+        fixed = FlopTracker(held).current_bytes
         with tracker:
             model(batch)
     return fixed + round((tracker.peak_bytes - fixed) * samples / max(1, batch_size_of(training.batch)))

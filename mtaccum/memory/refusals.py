@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, first_line, listed
 from mtaccum.model import MultiTaskModel
+from mtaccum.observe import any_module_entered
 from mtaccum.structure import describe, tensors_of
 
 _KEPT = "their kernels keep what isn't seen"
@@ -127,11 +128,14 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
     """
     entered: list[str] = []
     names = {id(module): name for name, module in model.named_modules()}
-    hook = nn.modules.module.register_module_forward_pre_hook(
-        lambda module, _: entered.append(names.get(id(module), "")) if id(module) in names else None
-    )
+
+    def note(module: nn.Module) -> None:
+        if id(module) in names:
+            entered.append(names[id(module)])
+
     try:
-        yield
+        with any_module_entered(note):
+            yield
     except (PredictionError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -149,11 +153,9 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
             f"the memory of this model can't be predicted, since it can't run without values: {what} "
             f"({where}). {_advice(error)}Measure it: mtaccum.memory.measure_step."
         ) from error
-    finally:
-        hook.remove()
 
 
-_WORDS = "FakeTensor", "fake tensor", "Fake mode", "tensor subclasses", "shape_env"
+_SAID = ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses", "shape_env")
 _NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 
@@ -163,10 +165,7 @@ def _needs_values(error: BaseException | None) -> str | None:
         if isinstance(error, _NEEDS_VALUES):
             return f"{error.func}"
         text = str(error)
-        if any(
-            word in text
-            for word in ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses", "shape_env")
-        ):
+        if any(words in text for words in _SAID):
             return text.splitlines()[0][:200]
         error = error.__cause__
     return None

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtaccum.memory.ledger import (
     ACTIVATIONS,
@@ -19,6 +18,7 @@ from mtaccum.memory.ledger import (
     Ledger,
     storages_of,
 )
+from mtaccum.observe import OperationObserver
 
 Existing = Iterable[Tensor | nn.Module]
 
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
     by_kind: tuple[int, ...]
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(OperationObserver):
     """Follows the bytes of live tensor storages on one type of device while it is entered.
 
     A storage counts from the op that returns it first until its last reference goes, whoever
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     up to one gradient of that tensor.
 
     What a storage is, is not known when it is made: it is one of the ``temporaries`` until ``label``
-    says more. ``watching`` does that for a step of an engine.
+    says more. ``labelling`` does that for a step of an engine.
 
     Args:
         existing: what is alive already and shall count: tensors of any shape (``inputs``), and modules,
@@ -75,6 +75,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Different objects may be nested: each counts what is created inside its own block.
 
     Attributes:
+        ledger: the books, for those who look at single storages.
         stage: what is going on, for the timeline and the peak; to be set by whoever knows.
         peak_stage: what was going on at the peak.
 
@@ -87,36 +88,36 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, existing: Existing = (), *, device: torch.device | str = "cpu", timeline: bool = False
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = Ledger()
+        super().__init__()
+        self.ledger = Ledger()
         self._device_type = torch.device(device).type
         self._entered = False
         self._timeline: list[Moment] | None = [] if timeline else None
         self.stage = self.peak_stage = ""
         for tensor, kind in _existing_tensors(existing):
             for storage in storages_of(tensor, self._device_type):
-                self._ledger.count(storage, kind)
+                self.ledger.count(storage, kind)
         self.reset_peak()
 
     @property
     def current_bytes(self) -> int:
         """Bytes live now; after the block, bytes that were live at its end."""
-        return self._ledger.current
+        return self.ledger.current
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes live at once since the start, or since the last :meth:`reset_peak`."""
-        return self._ledger.peak
+        return self.ledger.peak
 
     @property
     def current_by_kind(self) -> dict[str, int]:
         """Bytes live now, by kind."""
-        return dict(zip(KINDS, self._ledger.by_kind, strict=True))
+        return dict(zip(KINDS, self.ledger.by_kind, strict=True))
 
     @property
     def peak_by_kind(self) -> dict[str, int]:
         """What the peak consisted of, in bytes by kind."""
-        return dict(zip(KINDS, self._ledger.peak_by_kind, strict=True))
+        return dict(zip(KINDS, self.ledger.peak_by_kind, strict=True))
 
     @property
     def timeline(self) -> list[Moment]:
@@ -130,15 +131,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset_peak(self) -> None:
         """Makes the bytes live now the peak."""
-        self._ledger.peak = -1
-        self._ledger.note_peak()
+        self.ledger.peak = -1
+        self.ledger.note_peak()
         self.peak_stage = self.stage
 
     def label(self, values: object, kind: int) -> None:
         """Say what counted tensors in nested containers are, unless they are something stronger already
         (earlier in ``KINDS``)."""
         for storage in storages_of(values, self._device_type):
-            self._ledger.label(storage, kind)
+            self.ledger.label(storage, kind)
 
     def __enter__(self) -> Self:
         if self._entered:
@@ -150,19 +151,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         # Births are seen no longer, so deaths must not be: without the references, no callbacks.
-        self._ledger.refs.clear()
+        self.ledger.refs.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op and count what it makes."""
         if func is _DEVICE:
             return func(*args)
         # The storage objects are held across the op, not just their addresses: where the op frees
         # an input's storage, a new one at the same address would otherwise pass for an input.
-        kwargs = kwargs or {}
         inputs = storages_of((args, kwargs), self._device_type)
         result = func(*args, **kwargs)
-        ledger = self._ledger
+        ledger = self.ledger
         # An input that is not counted was there before the block: it stays uncounted, also when
         # the op returns it again (a view, or an in-place op).
         foreign = {s._cdata for s in inputs if not ledger.refresh(s) and func is not _LIFT}
@@ -174,16 +173,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Between ops bytes can only go down, so this is the only place that can set a peak.
         if ledger.note_peak():
             self.peak_stage = self.stage
-        self.seen(func, args, kwargs, result)
+        self.counted(func, args, kwargs, result)
         if self._timeline is not None:
             self._timeline.append(Moment(str(func), ledger.current, self.stage, tuple(ledger.by_kind)))
         return result
 
-    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def counted(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Called after each op, for subclasses."""
 
     def _kind_of_new(self, func: Any, inputs: list[torch.UntypedStorage]) -> int:
-        # graph mode within a backward: a recomputed part runs again, and keeps what it makes for a while
+        # graph mode within a backward: a recomputed segment runs again, and keeps what it makes for a while
         if torch._C._current_graph_task_id() != -1:
             return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARIES
         if func is _COPY and not inputs and not self.stage:

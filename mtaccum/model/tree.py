@@ -88,6 +88,7 @@ class MultiTaskModel(nn.Module):
         if trunk is None:
             on = {name: tuple(ROOT if n == TRUNK else n for n in given) for name, given in on.items()}
         self._on = {TRUNK: (ROOT,), **on}
+        # for each node the names of the nodes from the trunk to it, itself included
         self.paths = _paths(trunk is not None, on, set(self.necks))
         used = {node for task in self.tasks for node in self.paths[task]}
         if unused := [name for name in self.necks if name not in used]:
@@ -95,7 +96,6 @@ class MultiTaskModel(nn.Module):
                 f"the neck {unused[0]!r} feeds no task, so it is never run. Put a task on it, or drop it.",
                 stacklevel=2,
             )
-        """For each node the names of the nodes from the trunk to it, itself included."""
 
     def task(self, name: str) -> Task:
         """The task of that name, or ConfigError."""
@@ -129,6 +129,13 @@ class MultiTaskModel(nn.Module):
         trunk = {} if self.trunk is None else {TRUNK: self.trunk}
         necks = {name: cast(Neck, neck).module for name, neck in self.necks.items()}
         return {**trunk, **necks, **{name: task.head for name, task in self.tasks_by_name().items()}}
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a node stays as it is: a task of mode ``frozen``, or parameters of which none learns."""
+        if name in self.tasks and self.task(name).mode == "frozen":
+            return True
+        parameters = list(self.node(name).parameters())
+        return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
     def prefix(self, node: str) -> str:
         """What the names of a node's parameters in the model begin with: ``tasks.seg.``."""
@@ -236,24 +243,32 @@ def named_errors(where: Callable[[], str]) -> Iterator[None]:
 
 
 def _check_names(trunk: nn.Module | None, tasks: Mapping[str, Task], necks: Mapping[str, Neck]) -> None:
+    """Refuse nodes that are no tasks, necks or modules, and names that can't be used."""
+    if trunk is not None and not isinstance(trunk, nn.Module):
+        raise ConfigError(f"the trunk is a {type(trunk).__name__}; it must be a torch.nn.Module or None.")
     for name, task in tasks.items():
         if not (isinstance(task, nn.Module) and hasattr(task, "loss") and hasattr(task, "count")):
             raise ConfigError(f"task {name!r} is a {type(task).__name__}; it must be a mtaccum.Task.")
     for name, neck in necks.items():
         if not isinstance(neck, Neck):
             raise ConfigError(f"neck {name!r} is a {type(neck).__name__}; wrap it: Neck(module, on=...).")
-    if trunk is not None and not isinstance(trunk, nn.Module):
-        raise ConfigError(f"the trunk is a {type(trunk).__name__}; it must be a torch.nn.Module or None.")
     for name in (*tasks, *necks):
-        if not isinstance(name, str) or not name or set(name) & set("./") or hasattr(nn.ModuleDict(), name):
+        if name in (TRUNK, ROOT):
+            raise ConfigError(f"a node can't be called {name!r}: that name has a meaning of its own.")
+        if not _is_word(name):
             raise ConfigError(
                 f"a node can't be called {name!r}: use a word without dots and slashes that isn't an "
                 f"attribute of torch.nn.ModuleDict."
             )
-        if name in (TRUNK, ROOT):
-            raise ConfigError(f"a node can't be called {name!r}: that name has a meaning of its own.")
     if twice := set(tasks) & set(necks):
         raise ConfigError(f"two nodes are called {min(twice)!r}, a task and a neck; rename one of them.")
+
+
+def _is_word(name: Any) -> bool:
+    return isinstance(name, str) and bool(name) and not set(name) & set("./") and not hasattr(_DICT, name)
+
+
+_DICT = nn.ModuleDict()
 
 
 def _paths(

@@ -1,25 +1,37 @@
 """Several ranks: the processes that train together, and how their gradients become one."""
 
-from mtaccum.parallel.ddp import Reducer, reduce_gradients
-from mtaccum.parallel.fsdp import gathered, is_sharded, is_spread, local, shard, spread_like, whole
+from mtaccum.parallel.collectives import Collectives, current_ranks, in_process_group, in_step
+from mtaccum.parallel.ddp import DDP, reduce_gradients, wrapper_of
+from mtaccum.parallel.dtensor import distribute_like, full_tensor, is_dtensor, to_local
+from mtaccum.parallel.fsdp import FSDP
+from mtaccum.parallel.kinds import KINDS, ranks_for
 from mtaccum.parallel.launch import by_torchrun, joined, launched
-from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks, in_step
+from mtaccum.parallel.ranks import Agreement, Ranks
+from mtaccum.parallel.sharding import is_sharded, shard, unsharded
+from mtaccum.parallel.single import SingleProcess
 
 __all__ = [
-    "ALONE",
+    "DDP",
+    "FSDP",
+    "KINDS",
+    "Agreement",
+    "Collectives",
     "Ranks",
-    "Reducer",
+    "SingleProcess",
     "by_torchrun",
     "current_ranks",
-    "gathered",
+    "distribute_like",
+    "full_tensor",
+    "in_process_group",
     "in_step",
+    "is_dtensor",
     "is_sharded",
-    "is_spread",
     "joined",
     "launched",
-    "local",
+    "ranks_for",
     "reduce_gradients",
     "shard",
-    "spread_like",
-    "whole",
+    "to_local",
+    "unsharded",
+    "wrapper_of",
 ]

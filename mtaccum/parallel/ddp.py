@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from mtaccum.errors import ConfigError, unknown_name
-from mtaccum.parallel.fsdp import is_spread
-from mtaccum.parallel.ranks import Ranks, current_ranks
+from mtaccum.errors import ConfigError
+from mtaccum.parallel.collectives import Collectives, current_ranks
+from mtaccum.parallel.dtensor import is_dtensor
+from mtaccum.parallel.ranks import Ranks
 
 COMM_HOOKS = {
     "none": None,
@@ -30,39 +31,33 @@ WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 
 
 def wrapper_of(model: Any) -> str | None:
-    """The name of the parallel wrapper that a model, or a part of it, is in; None if there is none."""
+    """The name of the parallel wrapper that a model, or a module in it, is in; None if there is none."""
     modules = model.modules() if isinstance(model, nn.Module) else [model]
     return min({type(module).__name__ for module in modules} & WRAPPERS, default=None)
 
 
-class Reducer:
+class DDP(Ranks):
     """Averages gradients over the ranks, once per window.
 
     Args:
-        ranks: the processes that train together.
+        collectives: None: those of PyTorch's default process group.
         comm_hook: ``fp16`` or ``bf16``: gradients travel in 16 bits; ``none``: as they are.
-
-    Raises:
-        ConfigError: an unknown hook.
     """
 
-    def __init__(self, ranks: Ranks, comm_hook: str = "none") -> None:
-        if comm_hook not in COMM_HOOKS:
-            raise ConfigError(unknown_name("comm_hook", comm_hook, COMM_HOOKS))
-        self.ranks, self.comm_hook = ranks, comm_hook
+    kind: ClassVar[str] = "ddp"
+
+    def __init__(self, collectives: Collectives | None = None, comm_hook: str = "none") -> None:
+        super().__init__(collectives)
+        self.comm_hook = comm_hook
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._pass: DistributedDataParallel | None = None
 
-    def reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give each trainable parameter the mean of its gradients; None where no rank has one.
-
-        Must be called on all ranks, with the same parameters in the same order.
-        """
-        # what is spread over the ranks was reduced in its backward
-        learning = [p for p in parameters if p.requires_grad and not is_spread(p)]
-        if self.ranks.size == 1 or not learning:
+    def complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give each trainable parameter the mean of its gradients; None where no rank has one."""
+        learning = [p for p in parameters if p.requires_grad]
+        if self.world_size == 1 or not learning:
             return
-        used = self.ranks.largest([_kind_of(parameter.grad) for parameter in learning])
+        used = self.collectives.all_reduce_max([_layout_of(parameter.grad) for parameter in learning])
         if _SPARSE in used:
             shape = tuple(learning[used.index(_SPARSE)].shape)
             raise ConfigError(
@@ -93,7 +88,7 @@ class Reducer:
 _NONE, _DENSE, _SPARSE = 0.0, 1.0, 2.0
 
 
-def _kind_of(gradient: Tensor | None) -> float:
+def _layout_of(gradient: Tensor | None) -> float:
     if gradient is None:
         return _NONE
     return _SPARSE if gradient.is_sparse else _DENSE
@@ -124,7 +119,7 @@ class _Touch(torch.autograd.Function):
         return tuple(None for _ in range(ctx.number))
 
 
-_reducers: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()
+_of_loops: weakref.WeakKeyDictionary[nn.Module, DDP] = weakref.WeakKeyDictionary()
 
 
 def reduce_gradients(model: nn.Module) -> None:
@@ -146,6 +141,7 @@ def reduce_gradients(model: nn.Module) -> None:
             f"reduce_gradients takes the bare model, and this one is wrapped by {wrapper}, which reduces in "
             f"each backward, of which there are several. Don't wrap it."
         )
-    if model not in _reducers or _reducers[model].ranks is not current_ranks():
-        _reducers[model] = Reducer(current_ranks())
-    _reducers[model].reduce(list(dict.fromkeys(model.parameters())))
+    if model not in _of_loops or _of_loops[model].collectives is not current_ranks():
+        _of_loops[model] = DDP()
+    # a DTensor's gradient was reduced in its backward
+    _of_loops[model].complete([p for p in dict.fromkeys(model.parameters()) if not is_dtensor(p)])

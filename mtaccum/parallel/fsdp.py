@@ -1,171 +1,220 @@
-"""FSDP: parameters, gradients and optimizer state of each node are spread over the ranks.
+"""FSDP: training a model whose nodes were sharded by ``shard``.
 
-PyTorch's FSDP2 (``fully_shard``) gathers a node's parameters for each of its passes, so every rank has to run
-every pass that any rank runs, in one order. Where a rank has nothing to learn, its pass changes nothing.
+FSDP2 gathers a node's parameters for each of its passes, so all ranks run in lockstep. Each node reduces its
+gradients in its last backward of a window.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mtaccum.errors import ConfigError
-from mtaccum.model.tree import MultiTaskModel
-from mtaccum.parallel.ranks import Ranks, current_ranks
-from mtaccum.parallel.reached import Reached
-from mtaccum.structure import tensors_of
+from mtaccum.errors import ConfigError, TaskError
+from mtaccum.model.tree import MultiTaskModel, Tree
+from mtaccum.parallel.collectives import Collectives
+from mtaccum.parallel.ddp import DDP
+from mtaccum.parallel.dtensor import full_tensor, is_dtensor, to_local
+from mtaccum.parallel.lockstep import active_in, filled_up, union_of, zero_through
+from mtaccum.parallel.ranks import Agreement, Ranks, TasksByMicroBatch, norm_values
+from mtaccum.parallel.sharding import check_modes, sharded_nodes, unsharded
+from mtaccum.parallel.tracking import GradientTracking, tracking_of
+from mtaccum.state import without_trace
 
-_SKELETON = "_without_memory"
+T = TypeVar("T")
 
 
-def shard(model: MultiTaskModel, ranks: Ranks | None = None) -> None:
-    """Spread each node's parameters over the ranks, with the values that rank 0 has.
-
-    To be called on all ranks, once the model is on its device and before its optimizer is made. On one rank
-    it does nothing. State dicts keep their names.
+class FSDP(Ranks):
+    """Runs the passes of all ranks in lockstep.
 
     Args:
-        ranks: None: those of PyTorch's default process group.
-
-    Raises:
-        ConfigError: nodes that share parameters, tasks of mode ``frozen``, or modules without a forward.
+        model: sharded.
+        collectives: None: those of PyTorch's default process group.
     """
-    ranks = current_ranks() if ranks is None else ranks
-    if ranks.size == 1 or is_sharded(model):
+
+    kind: ClassVar[str] = "fsdp"
+    shares_gradients: ClassVar[bool] = True
+
+    def __init__(self, model: MultiTaskModel, collectives: Collectives | None = None) -> None:
+        super().__init__(collectives)
+        self._model = model
+        self._replicated = DDP(self.collectives)  # for what the optimizer holds besides the model
+        self._agreement = Agreement({}, (), ())
+        self._active: Sequence[str] = ()  # tasks that have a label in the micro-batch that runs
+        self._searching = False
+
+    @classmethod
+    def conflict(cls, options: Any) -> str | None:
+        given = {
+            "compile": options.compile is not False,
+            "chunks": bool(options.chunked),
+            "precision=fp16": options.precision == "fp16",
+            "comm_hook": options.comm_hook != "none",
+        }
+        refused = next((name for name, is_given in given.items() if is_given), None)
+        return None if refused is None else _refusal(refused)
+
+    def check(self, model: MultiTaskModel, options: Any, scaler: Any) -> None:
+        if (reason := self.conflict(options)) is not None:
+            raise ConfigError(reason)
+        if scaler is not None:
+            raise ConfigError(_refusal("scaler"))
+        super().check(model, options, scaler)
+
+    def before_step(self, model: MultiTaskModel) -> None:
+        check_modes(model)
+
+    def agree(
+        self, weights: Mapping[str, float], totals: Mapping[str, float], active: TasksByMicroBatch
+    ) -> Agreement:
+        agreement = super().agree(weights, totals, active)
+        of_ranks = self.collectives.all_gather_object([list(tasks) for tasks in active])
+        return replace(agreement, running=union_of(list(totals), of_ranks))
+
+    @contextmanager
+    def window(
+        self, model: MultiTaskModel, agreement: Agreement, *, searching: bool = False
+    ) -> Iterator[None]:
+        """Afterwards parameters that no rank's loss has reached have no gradient.
+
+        Raises:
+            TaskError: a pass failed in an earlier window, from which PyTorch can't go on; or a node's
+                gradients were not reduced.
+        """
+        self._agreement, self._searching = agreement, searching
+        if searching:
+            yield
+            return
+        nodes = sharded_nodes(model)
+        tracked = {name: tracking_of(node) for name, node in nodes.items()}
+        _refuse_broken(tracked)
+        for tracking in tracked.values():
+            tracking.reached.clear()
+            tracking.reduces_after = None
+        try:
+            yield
+        except BaseException:
+            _break(tracked)
+            raise
+        self._drop_unreached(nodes, tracked)
+
+    def _drop_unreached(self, nodes: Mapping[str, Any], tracked: Mapping[str, GradientTracking]) -> None:
+        """Let parameters that no rank's loss has reached have no gradient."""
+        named = [(node, name, p) for node, module in nodes.items() for name, p in module.named_parameters()]
+        by_any = self.collectives.all_reduce_max([float(n in tracked[node].reached) for node, n, _ in named])
+        unreduced = []
+        for (node, _, parameter), reached in zip(named, by_any, strict=True):
+            if not reached:
+                parameter.grad = None
+            elif parameter.grad is None:
+                unreduced.append(node)
+        for node in unreduced:
+            _refuse_unreduced(node, tracked[node])
+
+    def micro_batches(self, window: Sequence[Any]) -> list[Any]:
+        return filled_up(window, self._agreement, self.collectives)
+
+    def before_micro_batch(self, index: int, tasks: Sequence[str]) -> None:
+        """Find the task with which each node learns for the last time in the window."""
+        self._active = active_in(self._agreement, index)
+        order = list(_leaves(self._model.tree(tasks)))
+        for name, node in sharded_nodes(self._model).items():
+            tracking = tracking_of(node)
+            below = {task for task in self._model.tasks_below(name) if task == name or self._sends_back(task)}
+            running = self._agreement.running
+            last = max((i for i, names in enumerate(running) if below & set(names)), default=-1)
+            if index == last:
+                *_, tracking.reduces_after = (task for task in order if task in below)
+            tracking.counts = bool(below & set(self._active))
+            node.set_requires_gradient_sync(self._searching)
+
+    def run_node(self, name: str, forward: Callable[[], T]) -> T:
+        if set(self._model.tasks_below(name)) & set(self._active):
+            return forward()
+        with without_trace(self._model.node(name)):
+            return forward()
+
+    def run_head(
+        self, name: str, forward: Callable[[], Any], loss: Callable[[], tuple[Any, Tensor]]
+    ) -> Tensor:
+        for node in sharded_nodes(self._model).values():
+            if tracking_of(node).reduces_after == name:
+                node.set_requires_gradient_sync(True)
+        if name not in self._active:  # it runs since it does on another rank
+            with without_trace(self._model.node(name)):
+                return zero_through(forward())
+        prediction, total = loss()
+        if total.requires_grad:
+            return total
+        # on another rank there may be a backward; its zeros here are no gradient
+        if (module := sharded_nodes(self._model).get(name)) is not None:
+            tracking_of(module).counts = False
+        return total + zero_through(prediction)
+
+    def complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        """DTensors were reduced in their backwards."""
+        self._replicated.complete([p for p in parameters if not is_dtensor(p)])
+
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        gradients = [norm_values(p.grad) for p in parameters if p.grad is not None]
+        sharded = [gradient for gradient in gradients if is_dtensor(gradient)]
+        if not sharded:
+            return nn.utils.get_total_norm(gradients)
+        norms = [full_tensor(nn.utils.get_total_norm(sharded))]
+        if replicated := [gradient for gradient in gradients if not is_dtensor(gradient)]:
+            norms.append(nn.utils.get_total_norm(replicated).to(norms[0]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch has it
+        for parameter in parameters:
+            if parameter.grad is not None:
+                to_local(parameter.grad).mul_(factor)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return to_local(tensor)
+
+    def evaluated(self, model: MultiTaskModel) -> MultiTaskModel:
+        return unsharded(model)
+
+    def _sends_back(self, task: str) -> bool:
+        return self._model.task(task).mode != "detached"
+
+
+def _refusal(name: str) -> str:
+    return f"{name} doesn't go with parallel=fsdp; use parallel=ddp, or leave it away."
+
+
+def _leaves(tree: Tree) -> Iterator[str]:
+    for name, below in tree.items():
+        yield from _leaves(below) if below else (name,)
+
+
+def _break(tracked: Mapping[str, GradientTracking]) -> None:
+    for tracking in tracked.values():
+        tracking.broken = True
+
+
+def _refuse_broken(tracked: Mapping[str, GradientTracking]) -> None:
+    if any(tracking.broken for tracking in tracked.values()):
+        raise TaskError(
+            "an earlier step failed while parameters were gathered from the ranks, and they can't be sharded "
+            "again. Start all ranks again, from a checkpoint."
+        )
+
+
+def _refuse_unreduced(name: str, tracking: GradientTracking) -> None:
+    """Gradients are reduced in a node's last backward; there is none if a head doesn't send anything back."""
+    if tracking.reduces_after is None:
         return
-    # imported where it is needed: it takes half as long as PyTorch itself
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    _check(model)
-    ranks.share(model)
-    vars(model)[_SKELETON] = [_skeleton_of(model)]  # in a list, or it would be a part of the model
-    mesh = init_device_mesh(model.device.type, (ranks.size,))
-    for name, module in model.own_modules().items():
-        if next(module.parameters(), None) is not None:
-            try:
-                fully_shard(module, mesh=mesh, reshard_after_forward=True)
-            except ValueError as error:
-                raise ConfigError(f"parallel=fsdp can't spread the module of {name!r}: {error}") from error
-            Reached(module)
-            module.register_forward_hook(_check_own)
-
-
-def _check_own(module: nn.Module, _: Any, result: Any) -> None:
-    """Refuse results whose memory has gone with the gathered parameters."""
-    tensors = [t for t in tensors_of(result, strict=False) if t.layout == torch.strided and t.numel()]
-    if any(t.untyped_storage().nbytes() == 0 for t in tensors):
-        raise ConfigError(
-            "under parallel=fsdp a module can't return its own parameter, whose memory goes after each pass. "
-            "Return parameter.clone()."
-        )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's nodes were spread over the ranks."""
-    return any(map(_is_sharded, model.modules()))
-
-
-def nodes_of(model: MultiTaskModel) -> dict[str, Any]:
-    """The nodes that are spread, by name."""
-    return {name: module for name, module in model.own_modules().items() if _is_sharded(module)}
-
-
-def is_spread(tensor: Tensor | None) -> bool:
-    """Whether each rank has a part of a tensor only."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    loaded = sys.modules.get("torch.distributed.fsdp")
-    return loaded is not None and isinstance(module, loaded.FSDPModule)
-
-
-def gathered(model: MultiTaskModel) -> MultiTaskModel:
-    """A model with all parameters on this rank, whose forwards need no other rank: to evaluate, draw or
-    export as each rank likes. Nothing learned by it reaches the original. To be called on all ranks.
-
-    Returns:
-        The model itself if it isn't spread over the ranks; otherwise a copy.
-    """
-    if not is_sharded(model):
-        return model
-    skeleton: MultiTaskModel = vars(model)[_SKELETON][0]
-    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    memo: dict[int, Any] = {}
-    for name, parameter in skeleton.named_parameters():
-        memo[id(parameter)] = nn.Parameter(whole(given[name].detach()), requires_grad=False)
-    for name, buffer in skeleton.named_buffers():
-        memo[id(buffer)] = given[name].clone()
-    copied = copy.deepcopy(skeleton, memo)
-    copied.train(model.training)
-    for name, task in model.tasks_by_name().items():
-        copied.task(name).weight, copied.task(name).mode = task.weight, task.mode
-    return copied
-
-
-def _skeleton_of(model: MultiTaskModel) -> MultiTaskModel:
-    """A copy of a model without the memory of its parameters and buffers."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is spread; the tensor itself if it isn't."""
-    part: Any = tensor
-    part = part.to_local() if is_spread(tensor) else part
-    result: Tensor = part
-    return result
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that is spread, on every rank (to be called on all); the tensor itself if it isn't."""
-    full: Any = tensor
-    full = full.full_tensor() if is_spread(tensor) else full
-    result: Tensor = full
-    return result
-
-
-def spread_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor spread as another one is; itself if that isn't."""
-    if not is_spread(like) or tensor.shape != like.shape:
-        return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
-
-
-def _check(model: MultiTaskModel) -> None:
-    owners: dict[int, str] = {}
-    for name, module in model.own_modules().items():
-        for parameter in set(module.parameters()):
-            if (other := owners.setdefault(id(parameter), name)) != name:
-                raise ConfigError(
-                    f"parallel=fsdp can't spread parameters that nodes share, and {other!r} and {name!r} do. "
-                    f"Use parallel=ddp."
-                )
-    check_modes(model)
-
-
-def check_modes(model: MultiTaskModel) -> None:
-    """Refuse heads that are frozen while their trunk learns; it may be asked for between steps.
-
-    Raises:
-        ConfigError: names the first one.
-    """
-    if frozen := [name for name, task in model.tasks_by_name().items() if task.mode == "frozen"]:
-        raise ConfigError(
-            f"parallel=fsdp can't freeze a head while its trunk learns, as mode=frozen of {frozen[0]!r} "
-            f"asks. Use parallel=ddp, or requires_grad_(False) on the head's parameters."
-        )
+    tracking.broken = True
+    raise TaskError(
+        f"under parallel=fsdp {name!r} can't learn here: the last task in the window to teach it is "
+        f"{tracking.reduces_after!r}, and sends it no gradient. If the head is meant to send none, say so by "
+        f"mode='detached'."
+    )

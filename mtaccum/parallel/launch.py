@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mtaccum.parallel.ranks import ALONE, Ranks, current_ranks, forget_groups
+from mtaccum.parallel.collectives import Collectives, current_ranks, forget_groups
 
 TIMEOUT_S = 300.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,7 +34,7 @@ def local_device() -> torch.device:
 
 
 @contextmanager
-def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
+def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Collectives]:
     """With the other ranks that torchrun started; alone without torchrun, so one script serves for both.
 
         with mtaccum.parallel.joined() as ranks:
@@ -47,7 +47,7 @@ def joined(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
         timeout_s: how long a rank waits for the others in one communication, in seconds.
     """
     if not launched() or dist.is_initialized():
-        yield current_ranks() if dist.is_available() else ALONE
+        yield current_ranks()
         return
     if (device := local_device()).type == "cuda":
         torch.cuda.set_device(device)

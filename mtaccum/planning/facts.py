@@ -33,26 +33,26 @@ class Facts:
     def __init__(self, training: FakeTraining, chains: dict[str, Chain]) -> None:
         self._model = model = training.model
         self._chains = chains
-        self._device_type, self._precision = training.device_type, training.precision
+        self._device_type, self._precision = training.device_type, training.options.precision
         self._tasks = [name for name in model.tasks if name in chains]
         self.tree = model.tree(self._tasks)
-        freezes = training.batchnorm == "freeze"
-        modules = {node: module for node, module in model.own_modules().items() if node in chains}
-        self._coupled = [
-            layer
-            for node, module in modules.items()
-            for layer in (() if freezes else batch_normalised(module, prefix=node))
-        ]
+        coupling = self._coupling(training.options.batchnorm)
+        self._coupled = [layer for layers in coupling.values() for layer in layers]
         self._not_additive = [name for name in self._tasks if not model.task(name).additive]
         self._drawing = [node for node, chain in chains.items() if chain.draws]
         self._changing = [node for node, chain in chains.items() if chain.changes]
-        self.chunkable = frozenset(
-            name
-            for name in self._tasks
-            if name not in (*self._not_additive, *self._changing)
-            and (freezes or not batch_normalised(modules[name]))
-        )
+        whole = {*self._not_additive, *self._changing, *(node for node, layers in coupling.items() if layers)}
+        self.chunkable = frozenset(self._tasks) - whole
         self.quiet = self.chunkable - set(self._drawing)
+
+    def _coupling(self, batchnorm: str) -> dict[str, list[str]]:
+        """For each node its layers in which the output of one sample depends on others."""
+        modules = self._model.own_modules() if batchnorm != "freeze" else {}
+        return {
+            node: batch_normalised(module, prefix=node)
+            for node, module in modules.items()
+            if node in self._chains
+        }
 
     def exactness(self, micro_batches: int, chunked: Heads) -> tuple[int, str]:
         """How exact a plan's gradients are, and why not more."""
@@ -90,9 +90,10 @@ class Facts:
         return notes
 
     def small_heads(self, plan: Plan, flops: int) -> Iterator[tuple[str, ...]]:
-        """Groups of neighbouring small heads on one node; as neighbours they run in the same order as before,
-        and draw the same random numbers."""
-        busy = {name for name, _ in plan.how.chunks} | {part.split(".")[0] for part in plan.how.recompute}
+        """Head groups of neighbouring small heads on one node; as neighbours they run in the same order as
+        before, and draw the same random numbers."""
+        options = plan.options
+        busy = {*options.chunked, *(segment.split(".")[0] for segment in options.recompute)}
 
         def place(name: str) -> tuple[Any, ...]:
             small = 3 * self._chains[name].total_flops <= _SMALL * flops and name not in busy

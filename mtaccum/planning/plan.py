@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mtaccum.memory import How, Prediction, format_bytes
+from mtaccum.engine import StepOptions
+from mtaccum.engine.options import plain
+from mtaccum.memory import Prediction, format_bytes
 from mtaccum.planning.budget import Budget
+from mtaccum.planning.overrides import override_value
+
+PLANNED = ("schedule", "recompute", "head_groups", "chunks", "offload")
+"""The options of a step that a plan chooses."""
 
 EXACT, IN_DISTRIBUTION, INEXACT = range(3)
 EXACTNESS = ("exact", "exact in distribution", "not exact")
@@ -20,7 +25,8 @@ class Plan:
     """A way to run a step, predicted as a whole.
 
     Attributes:
-        how: schedule, K, and what is recomputed, grouped, chunked or offloaded.
+        options: of the step: schedule, and what is recomputed, grouped, chunked or offloaded among them.
+        accumulate: K, into how many micro-batches the batch is split.
         prediction: its memory and FLOPs.
         flops_over_summed: its FLOPs over those of the joint backward.
         exactness: 0: the gradients of the joint backward over the whole batch; 1: these for other dropout
@@ -28,7 +34,8 @@ class Plan:
         why: why it isn't exact; "" if it is.
     """
 
-    how: How
+    options: StepOptions
+    accumulate: int
     prediction: Prediction
     flops_over_summed: float
     exactness: int = EXACT
@@ -43,61 +50,44 @@ class Plan:
     def rank(self) -> tuple[float, ...]:
         """Less is better: exactness, then FLOPs, then micro-batches, then pieces that run by themselves, then
         memory."""
-        how = self.how
-        pieces = sum(number for _, number in how.chunks) - sum(len(group) - 1 for group in how.groups)
-        pieces += len(how.recompute)
+        options = self.options
+        pieces = sum(options.chunked.values()) - sum(len(group) - 1 for group in options.head_groups)
+        pieces += len(options.recompute)
         return (
             self.exactness,
-            how.offload,
+            options.offload,
             round(self.flops_over_summed, 3),
-            how.accumulate,
+            self.accumulate,
             pieces,
             self.peak_bytes,
         )
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """The arguments of ``Engine``; the batch goes to ``step`` as ``split_batch(batch, K)``."""
-        how = self.how
-        given = {
-            "recompute": list(how.recompute),
-            "groups": [list(group) for group in how.groups],
-            "chunks": dict(how.chunks),
-            "offload": how.offload,
-        }
-        return {"schedule": how.schedule, **{name: value for name, value in given.items() if value}}
-
     def overrides(self) -> list[str]:
-        """The options of the command."""
-        how = self.how
-        words = [f"engine={how.schedule}", f"accumulate={how.accumulate}"]
-        if how.recompute:
-            words.append(f"engine.recompute={_listed(how.recompute)}")
-        if how.groups:
-            words.append(f"engine.groups=[{','.join(map(_listed, how.groups))}]")
-        if how.chunks:
-            # Hydra's grammar has no quotes for keys
-            chunks = ",".join(f"{name}:{number}" for name, number in how.chunks)
-            words.append(f"engine.chunks={{{chunks}}}")
-        if how.offload:
-            words.append("engine.offload=true")
-        return words
+        """What the plan has chosen, as options of the command."""
+        given = self.options.given()
+        return [
+            f"engine={self.options.schedule}",
+            f"accumulate={self.accumulate}",
+            *(f"engine.{name}={override_value(given[name])}" for name in PLANNED[1:] if name in given),
+        ]
 
     def describe(self) -> str:
         """In a few words: ``split, K=4, recompute 3 parts``."""
-        how = self.how
-        words = [how.schedule]
-        if how.recompute:
-            words.append(f"recompute {len(how.recompute)} part{'s' * (len(how.recompute) != 1)}")
-        if how.groups:
-            words.append("group " + ", ".join("+".join(group) for group in how.groups))
-        words += [f"{name} in {number} chunks" for name, number in how.chunks]
-        return ", ".join([*words, *["offload"] * how.offload])
+        options = self.options
+        words = [options.schedule]
+        if number := len(options.recompute):
+            words.append(f"recompute {number} segment{'s' * (number != 1)}")
+        if options.head_groups:
+            words.append("group " + ", ".join("+".join(group) for group in options.head_groups))
+        words += [f"{name} in {number} chunks" for name, number in options.chunked.items()]
+        return ", ".join([*words, *["offload"] * options.offload])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         prediction = self.prediction
         return {
-            **asdict(self.how),
+            **{name: plain(getattr(self.options, name)) for name in PLANNED},
+            "accumulate": self.accumulate,
             "peak_bytes": prediction.peak_bytes,
             "start_bytes": prediction.start_bytes,
             "peak_stage": prediction.stage,
@@ -117,8 +107,8 @@ class PlanReport:
     Attributes:
         budget: what it was to fit.
         recommended: the fastest plan that fits; None if none does.
-        front: plans that no other beats in memory, FLOPs and exactness at once, most memory first; and the
-            joint backward, to compare with.
+        pareto_front: plans that no other beats in memory, FLOPs and exactness at once, most memory first; and
+            the joint backward, to compare with.
         smallest: the plan with the smallest peak.
         schedules: each schedule by itself, in one micro-batch.
         samples: of a batch.
@@ -128,7 +118,7 @@ class PlanReport:
 
     budget: Budget
     recommended: Plan | None
-    front: Sequence[Plan]
+    pareto_front: Sequence[Plan]
     smallest: Plan
     schedules: Mapping[str, Plan]
     samples: int
@@ -148,7 +138,7 @@ class PlanReport:
         peak = (
             f"{format_bytes(plan.peak_bytes)} predicted, {plan.flops_over_summed:.2f} of the FLOPs of summed"
         )
-        return f"{plan.describe()}, accumulate={plan.how.accumulate}: {peak}; {kept}"
+        return f"{plan.describe()}, accumulate={plan.accumulate}: {peak}; {kept}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -156,7 +146,7 @@ class PlanReport:
             "budget": {**asdict(self.budget), "tensor_bytes": self.budget.tensor_bytes},
             "batch_size": self.samples,
             "recommended": None if self.recommended is None else self.recommended.as_dict(),
-            "front": [plan.as_dict() for plan in self.front],
+            "pareto_front": [plan.as_dict() for plan in self.pareto_front],
             "smallest": self.smallest.as_dict(),
             "schedules": {name: plan.as_dict() for name, plan in self.schedules.items()},
             "reasons": self.reasons(),
@@ -171,18 +161,18 @@ class PlanReport:
                 "->" if plan is self.recommended else "",
                 format_bytes(plan.peak_bytes),
                 f"{plan.flops_over_summed:.3f}",
-                str(plan.how.accumulate),
+                str(plan.accumulate),
                 EXACTNESS[plan.exactness],
                 plan.describe(),
             )
-            for plan in self.front
+            for plan in self.pareto_front
         ]
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
         lines = [_line(row, widths) for row in (head, *rows)]
         card = "a CUDA card that isn't there" if self.budget.absent else "a CUDA card"
         estimate = f"An estimate for {card}, predicted with the operations of the CPU.\n"
         estimate = estimate if self.budget.device == "cuda" else ""
-        why = {plan.why: EXACTNESS[plan.exactness] for plan in self.front if plan.why}
+        why = {plan.why: EXACTNESS[plan.exactness] for plan in self.pareto_front if plan.why}
         notes = [*(f"{kind}: {text}" for text, kind in why.items()), *self.notes]
         text = [f"{estimate}{self.budget}", "", *lines, "", *(f"note: {note}" for note in notes)]
         if self.recommended is None:
@@ -201,7 +191,7 @@ def refusal(budget: Budget, smallest: Plan) -> str:
     room = f"{format_bytes(budget.tensor_bytes)} ({budget.tensor_bytes:,} bytes)"
     return (
         f"nothing fits {room}. The smallest peak found is {format_bytes(smallest.peak_bytes)} "
-        f"({smallest.peak_bytes:,} bytes; {smallest.describe()}, accumulate={smallest.how.accumulate}; "
+        f"({smallest.peak_bytes:,} bytes; {smallest.describe()}, accumulate={smallest.accumulate}; "
         f"{exactness}), in {smallest.prediction.stage}: {', '.join(parts)}. Left are a smaller batch, "
         f"smaller inputs, a smaller model, an optimizer with less state, or precision=bf16."
     )
@@ -215,19 +205,3 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "  ".join(padded).rstrip()
-
-
-def _quoted(name: str) -> str:
-    """A name as Hydra's grammar takes it literally."""
-    plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) and name.lower() not in (
-        "null",
-        "true",
-        "false",
-        "nan",
-        "inf",
-    )
-    return name if plain else f'"{name}"'
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"[{','.join(map(_quoted, names))}]"

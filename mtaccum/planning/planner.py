@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -12,20 +11,27 @@ from typing import Any, NamedTuple
 import torch
 
 from mtaccum.batch import batch_size_of
-from mtaccum.engine import SCHEDULES
+from mtaccum.engine import SCHEDULES, StepOptions
 from mtaccum.errors import BatchError, BudgetError, ConfigError, MtaccumError, PredictionError, listed
-from mtaccum.memory import FakeTraining, How, Prediction
+from mtaccum.memory import FakeTraining, Prediction
 from mtaccum.memory.predict import BuildModel, BuildOptimizer
 from mtaccum.planning.budget import Budget, budget_of
 from mtaccum.planning.facts import Facts, Heads
 from mtaccum.planning.forests import Forests
-from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan, PlanReport, refusal
+from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, PLANNED, Plan, PlanReport, refusal
 from mtaccum.planning.search import Branch, Choice
 from mtaccum.planning.watcher import profile_of
 
 _CORRECTIONS = 3  # how often a budget is tightened where the search promised too much
 _TRUSTED = 1.1  # what the search promises is this right, at least
 _ON_THE_FRONT = (0.6, 0.2)  # where between the least and the most memory the front is shown
+
+
+class _Way(NamedTuple):
+    """A way to run a step: its options, and into how many micro-batches the batch is split."""
+
+    options: StepOptions
+    accumulate: int = 1
 
 
 class _Promise(NamedTuple):
@@ -54,17 +60,16 @@ def find_plan(
     budget_bytes: int | str | None = None,
     device: torch.device | str = "cpu",
     build_optimizer: BuildOptimizer | None = None,
-    precision: str = "fp32",
-    batchnorm: str = "keep",
-    max_grad_norm: float | None = None,
+    options: StepOptions | None = None,
+    **step_options: Any,
 ) -> PlanReport:
     """The fastest way to run a step on a batch within a budget, before anything is allocated.
 
         report = find_plan(build_model, batch, budget_bytes="6GiB")
         print(report)
         plan = report.recommended
-        engine = Engine(build_model(), optimizer, **plan.engine_arguments())
-        engine.step(split_batch(batch, plan.how.accumulate))
+        engine = Engine(build_model(), optimizer, options=plan.options)
+        engine.step(split_batch(batch, plan.accumulate))
 
     Args:
         build_model: returns the ``MultiTaskModel``. It is called on the device ``meta``, so it should not
@@ -75,24 +80,22 @@ def find_plan(
         budget_bytes: bytes, or a text such as ``6GiB``; None: what is free on the device.
         device: ``cpu`` or ``cuda``. For a CUDA card the plan is an estimate, with a reserve.
         build_optimizer: makes the optimizer of the model; AdamW if none is given.
-        precision, batchnorm, max_grad_norm: as for ``Engine``.
+        options, step_options: as for ``Engine``; those that a plan chooses (``PLANNED``) are left at their
+            defaults.
 
     Raises:
         BudgetError: nothing fits; says how little memory can do, and what that consists of.
         PredictionError: recurrent layers, or a model whose memory depends on values.
-        ConfigError: no amount of memory, more than the device has, or no functions that make a model and its
-            optimizer.
+        ConfigError: no amount of memory, more than the device has, no functions that make a model and its
+            optimizer, or an option that a plan chooses.
         BatchError: a batch without any label.
     """
+    asked = (StepOptions() if options is None else options).changed(step_options)
+    if chosen := sorted(asked.given().keys() & set(PLANNED)):
+        raise ConfigError(f"{', '.join(chosen)}: a plan chooses that. Leave it away.")
     budget = budget_of(budget_bytes, device)
     training = FakeTraining(
-        build_model,
-        batch,
-        build_optimizer=build_optimizer,
-        device=budget.device,
-        precision=precision,
-        batchnorm=batchnorm,
-        max_grad_norm=max_grad_norm,
+        build_model, batch, build_optimizer=build_optimizer, device=budget.device, options=asked
     )
     report = plan_training(training, budget)
     if report.recommended is None:
@@ -108,7 +111,7 @@ def plan_training(training: FakeTraining, budget: Budget, notes: Sequence[str] =
     planner.look_along()
     recommended = planner.recommend()
     smallest = planner.smallest()  # of all that is known by now
-    front = planner.front(recommended)
+    front = planner.pareto_front(recommended)
     schedules, notes = planner.schedules(), [*planner.notes(), *notes]
     elapsed_s = time.monotonic() - started
     return PlanReport(budget, recommended, front, smallest, schedules, planner.samples, notes, elapsed_s)
@@ -122,7 +125,7 @@ class _Planner:
         self.samples = batch_size_of(training.batch)
         if self.samples < 1:
             raise BatchError("the batch is empty: give one with at least one sample.")
-        self._summed = training.predict(How("summed"), timeline=True)
+        self._summed = training.predict(self._options("summed"), timeline=True)
         self._profile = profile_of(training)
         enabled = training.model.enabled_tasks()
         if not enabled:
@@ -133,12 +136,12 @@ class _Planner:
             )
         self._facts = Facts(training, self._profile.chains)
         self._forests = Forests(self._profile, self._facts.tree, self.samples)
-        self._plans: dict[How, Plan | None] = {}
-        self._errors: dict[How, str] = {}
+        self._plans: dict[_Way, Plan | None] = {}
+        self._errors: dict[_Way, str] = {}
         self._spared_flops: dict[int, int] = {}
-        self._add(How("summed"), self._summed)
-        self._add(How("split"), self._profile.prediction)
-        self._add(How("sequential"))
+        self._add(_Way(self._options("summed")), self._summed)
+        self._add(_Way(self._options("split")), self._profile.prediction)
+        self._add(_Way(self._options("sequential")))
 
     def recommend(self) -> Plan | None:
         """The best plan that fits. What makes gradients less exact is tried only where nothing else fits."""
@@ -152,7 +155,7 @@ class _Planner:
 
     def schedules(self) -> dict[str, Plan]:
         """Each schedule by itself, as far as it runs."""
-        plans = {name: self._plans[How(name)] for name in SCHEDULES}
+        plans = {name: self._plans[_Way(self._options(name))] for name in SCHEDULES}
         return {name: plan for name, plan in plans.items() if plan is not None}
 
     def smallest(self) -> Plan:
@@ -180,17 +183,17 @@ class _Planner:
         for part in _ON_THE_FRONT:
             self._best(1, frozenset(), partial(Branch.best, available_bytes=least + part * (most - least)))
         if self.samples > 1:
-            self._add(How("split", 2))
+            self._add(_Way(self._options("split"), 2))
 
-    def front(self, recommended: Plan | None) -> list[Plan]:
+    def pareto_front(self, recommended: Plan | None) -> list[Plan]:
         """Plans that no other beats, and the joint backward; most memory first."""
         known = self._known()
-        baseline = How("summed")
+        baseline = self._options("summed")
         shown = [
             plan
             for plan in known
             if plan is recommended
-            or plan.how == baseline
+            or (plan.options, plan.accumulate) == (baseline, 1)
             or not any(
                 _beats(p, plan) or (p is recommended and _measures(p) == _measures(plan)) for p in known
             )
@@ -206,7 +209,7 @@ class _Planner:
         for micro_batches in self._forests.micro_batches:
             alike = self._facts.exactness(micro_batches, frozenset())[0] == exactness
             if alike and micro_batches > 1 and self.training.leaves_out(micro_batches):
-                plan = self._add(How("split", micro_batches))
+                plan = self._add(_Way(self._options("split"), micro_batches))
                 if plan is not None:
                     spared = self._profile.prediction.flops - plan.prediction.flops
                     self._spared_flops[micro_batches] = spared
@@ -223,18 +226,18 @@ class _Planner:
         for micro_batches, heads in ways:
             self._promise(promised, micro_batches, heads, self.budget_bytes)
         while promised:
-            way = heappop(promised)
+            found = heappop(promised)
             plan = self._best(
-                way.micro_batches, way.heads, partial(Branch.best, available_bytes=way.available)
+                found.micro_batches, found.heads, partial(Branch.best, available_bytes=found.available)
             )
             if plan is not None and self._fits(plan):
                 break
-            if plan is not None and way.tries < _CORRECTIONS:
+            if plan is not None and found.tries < _CORRECTIONS:
                 # less than it promised, by more than what it was wrong by
-                available = way.needed_bytes - 1.1 * (plan.peak_bytes - self.budget_bytes)
-                self._promise(promised, way.micro_batches, way.heads, available, way.tries + 1)
+                available = found.needed_bytes - 1.1 * (plan.peak_bytes - self.budget_bytes)
+                self._promise(promised, found.micro_batches, found.heads, available, found.tries + 1)
         if exactness == EXACT and self.training.device_type == "cuda":
-            self._add(How("split", offload=True))
+            self._add(_Way(self._options("split", offload=True)))
 
     def _promise(
         self, promised: list[_Promise], micro_batches: int, heads: Heads, available: float, tries: int = 1
@@ -248,42 +251,45 @@ class _Planner:
     def _with_groups(self, plan: Plan) -> Plan:
         """The plan with small heads that share a backward, where that fits too."""
         groups = tuple(self._facts.small_heads(plan, self._summed.flops))
-        if plan.how.schedule == "summed" or not groups:
+        if plan.options.schedule == "summed" or not groups:
             return plan
-        grouped = self._add(replace(plan.how, groups=groups))
+        grouped = self._add(_Way(plan.options.changed({"head_groups": groups}), plan.accumulate))
         return plan if grouped is None or not self._fits(grouped) else grouped
 
     def _best(
         self, micro_batches: int, heads: Heads, choose: Callable[[Branch], Choice | None]
     ) -> Plan | None:
-        """What the search chooses, predicted; without parts that turn out not to run twice."""
+        """What the search chooses, predicted; without segments that turn out not to run twice."""
         while (choice := choose(self._forests.of(micro_batches, heads))) is not None:
-            how = How("split", micro_batches, choice.recompute, chunks=choice.chunks)
-            if (plan := self._add(how)) is not None or not self._leave_out(how):
+            options = self._options("split", recompute=choice.recompute, chunks=dict(choice.chunks))
+            way = _Way(options, micro_batches)
+            if (plan := self._add(way)) is not None or not self._leave_out(way):
                 return plan
         return None
 
-    def _leave_out(self, how: How) -> bool:
-        """Leave out what a plan failed for, if that was a recomputed part; whether it was."""
+    def _leave_out(self, way: _Way) -> bool:
+        """Leave out what a plan failed for, if that was a recomputed segment; whether it was."""
         return self._forests.leave_out(
-            [part for part in how.recompute if repr(part) in self._errors.get(how, "")]
+            [segment for segment in way.options.recompute if repr(segment) in self._errors.get(way, "")]
         )
 
-    def _add(self, how: How, prediction: Prediction | None = None) -> Plan | None:
+    def _options(self, schedule: str, **chosen: Any) -> StepOptions:
+        """The training's own options, with what a plan chooses."""
+        return self.training.options.changed({"schedule": schedule, **chosen})
+
+    def _add(self, way: _Way, prediction: Prediction | None = None) -> Plan | None:
         """Predict a plan; None if it can't be run: a layer that refuses so few samples, for instance."""
-        if how not in self._plans:
+        if way not in self._plans:
             try:
-                prediction = prediction or self.training.predict(how, timeline=True)
-                exactness, why = self._facts.exactness(
-                    how.accumulate, frozenset(name for name, _ in how.chunks)
-                )
+                prediction = prediction or self.training.predict(*way, timeline=True)
+                exactness, why = self._facts.exactness(way.accumulate, frozenset(way.options.chunked))
                 ratio = prediction.flops / max(1, self._summed.flops)
-                self._plans[how] = Plan(how, prediction, ratio, exactness, why)
+                self._plans[way] = Plan(way.options, way.accumulate, prediction, ratio, exactness, why)
             except PredictionError:
                 raise
             except MtaccumError as error:
-                self._plans[how], self._errors[how] = None, str(error)
-        return self._plans[how]
+                self._plans[way], self._errors[way] = None, str(error)
+        return self._plans[way]
 
     def _known(self) -> list[Plan]:
         return [plan for plan in self._plans.values() if plan is not None]
@@ -294,8 +300,8 @@ class _Planner:
 
 def _measures(plan: Plan) -> tuple[float, ...]:
     """What plans are compared by; less is better."""
-    how = plan.how
-    return plan.peak_bytes, round(plan.flops_over_summed, 3), plan.exactness, how.accumulate, how.offload
+    ratio = round(plan.flops_over_summed, 3)
+    return plan.peak_bytes, ratio, plan.exactness, plan.accumulate, plan.options.offload
 
 
 def _beats(other: Plan, plan: Plan) -> bool:

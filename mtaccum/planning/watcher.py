@@ -1,19 +1,18 @@
-"""Watcher: a predicted step seen op by op, for a profile."""
+"""The profile of a step: a predicted step looked at op by op."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtaccum.engine.stages import FORWARD
 from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, PARAMETERS, TEMPORARIES, storages_of
-from mtaccum.memory.predict import FakeTraining, How, Prediction, Tracker
+from mtaccum.memory.predict import FakeTraining, FlopTracker, Prediction
+from mtaccum.observe import FORWARD, observed
 from mtaccum.planning.profile import Chain, Made, find_candidates
 
 
@@ -25,38 +24,43 @@ class Profile:
         prediction: of the step that was watched: ``split``, one micro-batch.
         chains: by node; of the nodes that ran.
         gradient_bytes: of all gradients together.
-        optimizer_peak_bytes: most bytes alive during the optimizer's step.
         ops: names of all ops.
     """
 
     prediction: Prediction
     chains: dict[str, Chain]
     gradient_bytes: int
-    optimizer_peak_bytes: int
     ops: frozenset[str]
 
 
 def profile_of(training: FakeTraining) -> Profile:
     """Watch a predicted step of the ``split`` schedule, run as one micro-batch."""
-    watchers: list[Watcher] = []
+    watchers: list[StepWatcher] = []
     nodes = training.model.own_modules()
+    modules = {part: name for name, module in nodes.items() for part in module.modules()}
 
-    def make(*args: Any, **kwargs: Any) -> Watcher:
-        watchers.append(Watcher(set(nodes), *args, **kwargs))
+    def make(*args: Any, **kwargs: Any) -> StepWatcher:
+        watchers.append(StepWatcher(set(nodes), *args, **kwargs))
         return watchers[-1]
 
-    with _hooked(nodes, watchers):
-        prediction = training.predict(How("split"), timeline=True, make_tracker=make)
+    def entered(*args: Any) -> None:
+        watchers[0].entered(*args)
+
+    def left(*args: Any) -> None:
+        watchers[0].left(*args)
+
+    with observed(modules, entered=entered, left=left, outermost=True):
+        prediction = training.predict(training.options, timeline=True, make_tracker=make)
     watcher = watchers[0]
     for node, chain in watcher.chains.items():
         found = find_candidates(chain, nodes[node], watcher.calls)
         chain.candidates = [candidate for candidate in found if chain.may_run_again(candidate)]
     gradients = sum(p.nbytes for p in training.model.parameters() if p.requires_grad)
     ops = frozenset(moment.op for moment in watcher.timeline)
-    return Profile(prediction, watcher.chains, gradients, watcher.optimizer_peak_bytes, ops)
+    return Profile(prediction, watcher.chains, gradients, ops)
 
 
-class Watcher(Tracker):  # type: ignore[no-untyped-call]
+class StepWatcher(FlopTracker):  # type: ignore[no-untyped-call]
     """Notes for each op of a step the node and position that it belongs to.
 
     Args:
@@ -65,26 +69,24 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
     Attributes:
         chains: by node, as far as they have run.
         calls: for each module, by its id, the node and the positions of each of its runs.
-        optimizer_peak_bytes: most bytes alive during the optimizer's step.
     """
 
     def __init__(self, nodes: set[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.chains: dict[str, Chain] = {}
         self.calls: dict[int, list[tuple[str, int, int]]] = {}
-        self.optimizer_peak_bytes = 0
         self._nodes = nodes
         self._open: list[int] = []  # where the modules that run now began
         self._numbers: dict[str, list[int]] = {}  # autograd's sequence number as each position began
         self._bytes_after_forward: dict[str, int] = {}
         self._in_backward_of = ("", 0)  # a node and the position that its backward has come to
 
-    def enters(self) -> None:
+    def entered(self, _name: str, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """A module begins."""
         if (chain := self._running()) is not None:
             self._open.append(self._next_position(chain))
 
-    def leaves(self, module: nn.Module) -> None:
+    def left(self, _name: str, module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
         """It has ended."""
         if (chain := self._running()) is not None:
             call = (chain.node, self._open.pop(), self._next_position(chain))
@@ -98,15 +100,13 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
                     made.kept = True
                     made.is_feature |= kind == FEATURES
 
-    def seen(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def counted(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         before = self.flops
-        super().seen(func, args, kwargs, result)
+        super().counted(func, args, kwargs, result)
         node, _, phase = self.stage.rpartition(" ")
-        growing = sum(self._ledger.by_kind[FEATURES:])
+        growing = sum(self.ledger.by_kind[FEATURES:])
         fixed = self.current_bytes - growing
-        if node == "optimizer":
-            self.optimizer_peak_bytes = max(self.optimizer_peak_bytes, self.current_bytes)
-        elif (chain := self._running()) is not None:
+        if (chain := self._running()) is not None:
             at = len(chain) - 1
             chain.forward[at].rise(growing, fixed)
             chain.flops[at] += self.flops - before
@@ -127,7 +127,7 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
             return None
         if node not in self.chains:
             self.chains[node], self._numbers[node], self._open = Chain(node), [], []
-            self.chains[node].start_bytes = sum(self._ledger.by_kind[FEATURES:])
+            self.chains[node].start_bytes = sum(self.ledger.by_kind[FEATURES:])
             self._next_position(self.chains[node])
         return self.chains[node]
 
@@ -147,7 +147,7 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
         return self._in_backward_of[1]
 
     def _note(self, storage: torch.UntypedStorage) -> Made | None:
-        ref = self._ledger.refs.get(storage._cdata)
+        ref = self.ledger.refs.get(storage._cdata)
         return None if ref is None else ref.note
 
     def _note_storages(
@@ -158,13 +158,13 @@ class Watcher(Tracker):  # type: ignore[no-untyped-call]
                 made.uses.append(at)
         for tensor in _written(func, args, kwargs):
             for storage in storages_of(tensor):
-                ref = self._ledger.refs.get(storage._cdata)
+                ref = self.ledger.refs.get(storage._cdata)
                 if ref is not None and ref.note is not None:
                     chain.writes.append((ref.note, at))
                 elif ref is not None and ref.kind == PARAMETERS:
                     chain.changes |= tensor.is_floating_point()
         for storage in storages_of(result):
-            ref = self._ledger.refs.get(storage._cdata)
+            ref = self.ledger.refs.get(storage._cdata)
             if ref is not None and ref.note is None and ref.kind == TEMPORARIES:
                 ref.note = Made(at, ref.nbytes)
                 chain.made.append(ref.note)
@@ -188,16 +188,3 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             alias, value = argument.alias_info, given.get(argument.name)
             if alias is not None and alias.is_write and isinstance(value, Tensor):
                 yield value
-
-
-@contextmanager
-def _hooked(nodes: dict[str, nn.Module], watchers: list[Watcher]) -> Iterator[None]:
-    """Tell the watcher when modules begin and end."""
-    modules = {id(part): part for module in nodes.values() for part in module.modules()}
-    with ExitStack() as stack:
-        for part in modules.values():
-            entering = part.register_forward_pre_hook(lambda *_: watchers[0].enters(), prepend=True)
-            leaving = part.register_forward_hook(lambda module, *_: watchers[0].leaves(module))
-            stack.callback(entering.remove)
-            stack.callback(leaving.remove)
-        yield

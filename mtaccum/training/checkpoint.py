@@ -19,21 +19,22 @@ import torch
 from torch import Tensor
 
 from mtaccum.errors import ConfigError, first_line
-from mtaccum.parallel import ALONE, Ranks, is_spread
+from mtaccum.parallel import Collectives, is_dtensor
 
 LAST, BEST = "last.pt", "best.pt"
 VERSION = 3
-_SHARDS = ".shards"  # how the name of a folder ends with what is spread over the ranks
+_SINGLE = Collectives()
+_SHARDS = ".shards"  # how the name of a folder with shards ends
 _FOLDER = "folder"  # the entry of a state that names its folder
 
 
-def save_checkpoint(state: dict[str, Any], path: Path, ranks: Ranks = ALONE) -> None:
+def save_checkpoint(state: dict[str, Any], path: Path, ranks: Collectives = _SINGLE) -> None:
     """Write a state of tensors and plain values, atomically. To be called on all ranks.
 
     Rank 0 writes one file. It goes beside ``path`` first and then takes its place: whoever kills the process
     or fills the disk leaves the previous state whole.
 
-    Tensors that are spread over the ranks are never gathered: each rank writes its parts, by
+    DTensors are never gathered: each rank writes its shards, by
     ``torch.distributed.checkpoint``, into a folder beside ``path``, and the file names that folder and has
     tensors on the meta device in their places. The folder of the state before goes when the file has been
     replaced.
@@ -41,27 +42,29 @@ def save_checkpoint(state: dict[str, Any], path: Path, ranks: Ranks = ALONE) -> 
     Raises:
         OSError: it can't be written (disk full, no permission); the previous state is untouched.
     """
-    spread: dict[str, Tensor] = {}
+    sharded: dict[str, Tensor] = {}
 
     def set_apart(name: str, value: Any) -> Any:
-        if not (isinstance(value, Tensor) and is_spread(value)):
+        if not (isinstance(value, Tensor) and is_dtensor(value)):
             return value
-        spread[name] = value
+        sharded[name] = value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     state = {"version": VERSION, **_mapped(state, set_apart)}
     try:
-        if spread:
-            folder = path.with_name(ranks.of_first(f"{path.stem}-{uuid.uuid4().hex[:8]}{_SHARDS}"))
-            _save_shards(spread, folder, ranks)
+        if sharded:
+            folder = path.with_name(ranks.broadcast_object(f"{path.stem}-{uuid.uuid4().hex[:8]}{_SHARDS}"))
+            _save_shards(sharded, folder, ranks)
             state[_FOLDER] = folder.name
-        _on_first(ranks if spread else ALONE, partial(_save_file, state, path) if ranks.first else None)
+        _on_rank_zero(
+            ranks if sharded else _SINGLE, partial(_save_file, state, path) if ranks.is_rank_zero else None
+        )
     finally:
-        if ranks.first:
+        if ranks.is_rank_zero:
             _remove_others(path)
 
 
-def _on_first(ranks: Ranks, save: Callable[[], None] | None) -> None:
+def _on_rank_zero(ranks: Collectives, save: Callable[[], None] | None) -> None:
     """Let rank 0 save; no rank goes on before it has, and all of them raise if it can't."""
     error = None
     if save is not None:
@@ -69,7 +72,7 @@ def _on_first(ranks: Ranks, save: Callable[[], None] | None) -> None:
             save()
         except OSError as failure:
             error = failure
-    said = ranks.of_first(None if error is None else str(error))
+    said = ranks.broadcast_object(None if error is None else str(error))
     if error is not None:
         raise error
     if said is not None:
@@ -89,7 +92,7 @@ def _mapped(state: Any, function: Callable[[str, Any], Any], name: str = "") -> 
     return made
 
 
-def _save_shards(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
+def _save_shards(tensors: dict[str, Tensor], folder: Path, ranks: Collectives) -> None:
     # imported where it is needed: it takes half as long as PyTorch itself
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -181,9 +184,9 @@ def find_checkpoint(path: str | Path, names: tuple[str, ...] = (LAST,)) -> Path:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a state onto the CPU, with all tensors whole; nothing but tensors and plain values is unpickled.
+    """Read a state onto the CPU, with all tensors full; nothing but tensors and plain values is unpickled.
 
-    The folder of a state that was spread over ranks has an index that PyTorch unpickles: read only what you
+    The folder of a state that was sharded has an index that PyTorch unpickles: read only what you
     trust.
 
     Raises:

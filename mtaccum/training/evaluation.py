@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mtaccum.batch import to_device
-from mtaccum.engine.result import sum_of_parts
-from mtaccum.engine.window import WindowPlan
+from mtaccum.engine import LabelCounts
+from mtaccum.engine.result import sum_of_terms
 from mtaccum.model import MultiTaskModel, evaluating
-from mtaccum.parallel import Ranks, current_ranks, gathered
+from mtaccum.parallel import Collectives, current_ranks, unsharded
+from mtaccum.tasks import Task
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 Evaluation = dict[str, dict[str, float]]
 
 
-def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None = None) -> Evaluation:
+def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Collectives | None = None) -> Evaluation:
     """Metrics of all enabled tasks over a loader, in evaluation mode and without a graph.
 
     Args:
         model: left as it was, training mode included.
         loader: batches with inputs and targets; a task is skipped where a batch has no label of it. With
-            several ranks each gives its part of the data; all get the metrics of the whole.
+            several ranks each gives its share of the data; all get the metrics of all of it.
         ranks: None: those of PyTorch's default process group.
 
     Returns:
@@ -36,53 +37,55 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Ranks | None =
         ``Task.metrics``. Empty for a task that had no label at all.
     """
     ranks = current_ranks() if ranks is None else ranks
-    model = gathered(model)
+    model = unsharded(model)
     tasks = {name: model.task(name) for name in model.enabled_tasks()}
-    metrics = {
-        name: {key: metric.to(model.device) for key, metric in task.metrics().items()}
-        for name, task in tasks.items()
-    }
+    metrics = {name: _metrics_of(task, model.device, ranks) for name, task in tasks.items()}
     losses: dict[str, list[float]] = {name: [] for name in tasks}
     counts: dict[str, list[float]] = {name: [] for name in tasks}
-    if ranks.size == 1:
-        for metric in (metric for named in metrics.values() for metric in named.values()):
-            metric.distributed_available_fn = lambda: False  # this evaluation is this process's own
     with evaluating(model):
         for batch in loader:
-            plan = WindowPlan.of(tasks, [batch])
-            active = plan.active(0)
+            labels = LabelCounts.of(tasks, [batch])
+            active = labels.active_in(0)
             batch = to_device(batch, model.device)
             predictions = model(batch, tasks=active)
             for name in active:
-                loss = sum_of_parts(tasks[name].loss(predictions[name], batch))
-                losses[name].append(loss.item() * plan.counts[name][0])
-                counts[name].append(plan.counts[name][0])
+                loss = sum_of_terms(tasks[name].loss(predictions[name], batch))
+                losses[name].append(loss.item() * labels.count(name, 0))
+                counts[name].append(labels.count(name, 0))
                 tasks[name].update_metrics(metrics[name], predictions[name], batch)
     sums = [math.fsum(numbers[name]) for name in tasks for numbers in (losses, counts)]
-    totals = iter(ranks.sums(sums))
+    totals = iter(ranks.all_reduce_sum(sums))
     _alike_where_empty([m for named in metrics.values() for m in named.values()], ranks)
-    evaluation: Evaluation = {}
-    for name in tasks:
-        summed, count = next(totals), next(totals)
-        evaluation[name] = {}
-        if count > 0:
-            evaluation[name]["loss"] = summed / count
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*compute.*before.*update.*")  # another rank had labels
-                evaluation[name].update((key, float(m.compute())) for key, m in metrics[name].items())
-    return evaluation
+    return {name: _computed(next(totals), next(totals), metrics[name]) for name in tasks}
 
 
-def _alike_where_empty(metrics: Sequence[Metric], ranks: Ranks) -> None:
+def _metrics_of(task: Task, device: torch.device, ranks: Collectives) -> dict[str, Metric]:
+    metrics = {key: metric.to(device) for key, metric in task.metrics().items()}
+    if ranks.world_size == 1:
+        for metric in metrics.values():
+            metric.distributed_available_fn = lambda: False  # this evaluation is this process's own
+    return metrics
+
+
+def _computed(loss: float, count: float, metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Mean loss and metrics of a task; nothing if it had no label."""
+    if count <= 0:
+        return {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*compute.*before.*update.*")  # another rank had labels
+        return {"loss": loss / count, **{key: float(metric.compute()) for key, metric in metrics.items()}}
+
+
+def _alike_where_empty(metrics: Sequence[Metric], ranks: Collectives) -> None:
     """Give lists of tensors that are empty on this rank an empty tensor of the kind that other ranks have;
     torchmetrics would send one of its default dtype, which gloo then takes for the others' bytes."""
-    if ranks.size == 1:
+    if ranks.world_size == 1:
         return
     states = [
         (metric, getattr(metric, name)) for metric in metrics for name in getattr(metric, "_defaults", ())
     ]
     lists = [(metric, state) for metric, state in states if isinstance(state, list)]
-    of_all = ranks.gather([_kind(state) for _, state in lists])
+    of_all = ranks.all_gather_object([_kind(state) for _, state in lists])
     for (metric, state), kinds in zip(lists, zip(*of_all, strict=True), strict=True):
         kind = next(filter(None, kinds), None)
         if kind is not None and not state:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtaccum.batch import Inputs, batch_size_of, get_field, take_samples, to_device
-from mtaccum.engine.replay import RandomState, frozen
 from mtaccum.errors import BatchError
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.model.tree import named_errors
+from mtaccum.state import not_learning, random_state_kept
 from mtaccum.structure import map_tensors
 from mtaccum.tasks import Task
 from mtaccum.training.loggers import Logger
@@ -84,20 +84,16 @@ def draw_pictures(model: MultiTaskModel, batches: Iterable[Any], samples: int) -
         TaskError: a task couldn't be run or drawn (names it).
     """
     rows: dict[str, list[Tensor]] = {}
-    random_state = RandomState()
-    try:
-        with evaluating(model), frozen(model):
-            for batch, _ in _first_of(batches, samples):
-                for name, drawn in _draw(model, batch):
-                    rows.setdefault(name, []).extend(drawn)
-    finally:
-        random_state.restore()
+    with random_state_kept(), evaluating(model), not_learning(model):
+        for batch, _ in _first_of(batches, samples):
+            for name, drawn in _draw(model, batch):
+                rows.setdefault(name, []).extend(drawn)
     return {name: _below_each_other(drawn[:samples]) for name, drawn in rows.items()}
 
 
 def _first_of(batches: Iterable[Any], samples: int) -> Iterator[tuple[Any, int]]:
     """Parts of the batches that hold the first samples together, and how many of them each holds. A batch
-    that can't be cut goes in whole, since evaluation doesn't need to cut it."""
+    that can't be split goes in whole, since evaluation doesn't need to split it."""
     for batch in batches:
         if samples <= 0:
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mtaccum.parallel import spread_like
+from mtaccum.parallel import distribute_like
 
 if TYPE_CHECKING:
     from mtaccum.training.trainer import Trainer
@@ -37,7 +37,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "optimizer_class": type(optimizer).__name__,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if trainer.engine.scaler is None else trainer.engine.scaler.state_dict(),
-        "rng": trainer.ranks.gather(torch.get_rng_state()),
+        "rng": trainer.ranks.all_gather_object(torch.get_rng_state()),
         "progress": {name: getattr(trainer, name) for name in _PROGRESS},
     }
 
@@ -58,11 +58,11 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
         raise ValueError(f"It was made with {state['optimizer_class']}, and this is {own}.")
     like = trainer.model.state_dict()
     trainer.model.load_state_dict(
-        {n: spread_like(v, like[n]) if n in like else v for n, v in state["model"].items()}
+        {n: distribute_like(v, like[n]) if n in like else v for n, v in state["model"].items()}
     )
     if trainer.average is not None:
         trainer.average.load_state_dict(state["average"])
-    trainer.engine.optimizer.load_state_dict(_spread(state["optimizer"], trainer.engine.optimizer))
+    trainer.engine.optimizer.load_state_dict(_distributed(state["optimizer"], trainer.engine.optimizer))
     if trainer.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
         trainer.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if trainer.engine.scaler is not None and state["scaler"] is not None:
@@ -74,15 +74,15 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.engine.steps = trainer.steps
 
 
-def _spread(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict of an optimizer, spread over the ranks as its parameters are."""
+def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict of an optimizer, sharded as its parameters are."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     like = dict(zip(indices, held, strict=False))
-    spread = {
+    state_of_parameters = {
         index: {
-            name: spread_like(v, like[index]) if isinstance(v, Tensor) else v for name, v in entry.items()
+            name: distribute_like(v, like[index]) if isinstance(v, Tensor) else v for name, v in entry.items()
         }
         for index, entry in state["state"].items()
     }
-    return {**state, "state": spread}
+    return {**state, "state": state_of_parameters}

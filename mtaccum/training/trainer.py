@@ -12,12 +12,13 @@ from typing import Any, cast
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
+from mtaccum.batch import windows
 from mtaccum.data import MicroBatchSampler, loaded
-from mtaccum.engine import Engine, StepResult, windows
+from mtaccum.engine import Engine, StepResult
 from mtaccum.errors import BatchError, NonfiniteError
 from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
-from mtaccum.parallel import gathered, in_step
+from mtaccum.parallel import in_step
 from mtaccum.training.checkpoint import BEST, LAST, save_checkpoint
 from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
@@ -35,13 +36,13 @@ class Trainer:
     Args:
         engine: has the model, an optimizer, and a scheduler if there is one.
         loader: batches by ``sampler``.
-        sampler: cuts an epoch into batches, and these into micro-batches.
+        sampler: splits an epoch into batches, and these into micro-batches.
         validation: batches to evaluate on.
         settings: when to do what.
         folder: an existing folder for the checkpoints.
         loggers: are told the numbers; not closed here.
 
-    With several ranks each has a trainer, and all of them take every step; the first one writes and prints.
+    With several ranks each has a trainer, and all of them take every step; rank 0 writes and prints.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Trainer:
         self.engine, self.model = engine, engine.model
         self.loader, self.sampler, self.validation = loader, sampler, validation
         self.settings, self.folder, self.loggers = settings, folder, loggers
-        self.ranks = engine.ranks
+        self.ranks = engine.ranks.collectives
         decay = settings.ema_decay
         self.average = None if decay is None else averaged(self.model, decay)
         self.steps = self.micro_batches = self.samples = self.epoch = self.samples_in_epoch = 0
@@ -86,7 +87,7 @@ class Trainer:
         """
         started = time.monotonic()
         evaluated_at: dict[int, Evaluation] = {}
-        display = Display(self.settings.total_steps, shown=self.ranks.first)
+        display = Display(self.settings.total_steps, shown=self.ranks.is_rank_zero)
         evaluation: Evaluation = {}
         if self.steps == 0:
             self._save(LAST)  # so that there is one to go on from, and a full disk is found out now
@@ -95,7 +96,7 @@ class Trainer:
                 try:
                     evaluated_at = self._run(interrupt, display)
                 except KeyboardInterrupt:
-                    if self._stepping or self.ranks.size > 1:
+                    if self._stepping or self.ranks.world_size > 1:
                         raise  # between two states, or other ranks are; the last one saved is whole
                     interrupt.requested = True
                 except NonfiniteError:
@@ -140,8 +141,7 @@ class Trainer:
                     self._save(LAST)
                 if scalars is not None:
                     since, samples_before = time.monotonic(), self.samples
-            (asked,) = self.ranks.largest([float(interrupt.requested)])
-            interrupt.requested = bool(asked)
+            interrupt.requested = self.ranks.any(interrupt.requested)
             if interrupt.requested:
                 interrupt.obey()
             if interrupt.requested or self._stale():
@@ -152,12 +152,12 @@ class Trainer:
         """Windows up to the last step, through as many epochs as that takes."""
         while self.steps < self.settings.total_steps:
             self.sampler.seek(self.epoch, self.samples_in_epoch)
-            whole_epoch, before = self.samples_in_epoch == 0, (self.steps, self.engine.skips.total)
+            whole_epoch, before = self.samples_in_epoch == 0, (self.steps, self.engine.skipped_steps.total)
             for window in in_step(windows(loaded(self.loader), self.sampler.accumulate), self.ranks):
                 yield window
                 if self.steps == self.settings.total_steps:
                     return
-            if whole_epoch and before == (self.steps, self.engine.skips.total):
+            if whole_epoch and before == (self.steps, self.engine.skipped_steps.total):
                 raise BatchError(
                     f"epoch {self.epoch} had no label of any task: nothing can be learned from it."
                 )
@@ -174,7 +174,9 @@ class Trainer:
         if measurable and self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
             copies = [] if self.average is None else [self.average]
             result, peak = measure_step(self.engine, window, existing=copies, timeline=True)
-            log_timeline(self.steps + 1, f"step {self.steps + 1}: {self.engine.schedule}", peak, self.loggers)
+            log_timeline(
+                self.steps + 1, f"step {self.steps + 1}: {self.engine.options.schedule}", peak, self.loggers
+            )
             self.peak = replace(peak, timeline=())
         else:
             result = self.engine.step(window)
@@ -190,11 +192,11 @@ class Trainer:
 
     def _scalars(self, result: StepResult, samples_per_s: float) -> dict[str, float]:
         assert result.grad_norm is not None
-        skips, scaler = self.engine.skips.total, self.engine.scaler
+        skips, scaler = self.engine.skipped_steps.total, self.engine.scaler
         return {
             **({"skipped_steps": float(skips)} if skips else {}),
             **({"loss_scale": scaler.get_scale()} if scaler is not None else {}),
-            **{f"loss/{name}": loss.item() for name, loss in {**result.losses, **result.parts}.items()},
+            **{f"loss/{name}": loss.item() for name, loss in {**result.losses, **result.loss_terms}.items()},
             **{f"count/{name}": count for name, count in result.counts.items()},
             "lr": self._lr,
             "grad_norm": result.grad_norm.item(),
@@ -204,7 +206,7 @@ class Trainer:
     def _evaluate(self, display: Display) -> Evaluation:
         """Evaluate, log, keep the state if it is the best so far, and draw."""
         self._average_buffers()
-        model = gathered(self.evaluated_model)
+        model = self.engine.ranks.evaluated(self.evaluated_model)
         batches = self._pictures.watch(loaded(self.validation), self.loggers)
         evaluation = evaluate(model, batches, self.ranks)
         loss = weighted_loss(self.model, evaluation)
@@ -227,8 +229,7 @@ class Trainer:
         else:
             self.evaluations_since_best += 1
         error = self._draw(model)
-        (failed,) = self.ranks.largest([float(error is not None)])  # only the first one draws, and all save
-        if failed:
+        if self.ranks.any(error is not None):  # only rank 0 draws, and all save
             self._save(LAST)
         if error is not None:
             raise error

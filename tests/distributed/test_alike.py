@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers import assert_equal_states, plain_batch, plain_model
 from pool import Pool
-from ranked import KINDS, made, raised, whole_parameters
+from ranked import KINDS, engine_of, full_parameters, made, raised
 from torch import Tensor, nn
 
 from mtaccum import Classification, Engine, MultiTaskModel, Regression, find_plan
-from mtaccum.parallel import ALONE, current_ranks
+from mtaccum.parallel import SingleProcess, current_ranks
 
 
 def other_model(what: str) -> str:
@@ -52,15 +52,15 @@ def test_models_that_differ_are_refused_on_all_ranks(pool: Pool, what: str) -> N
 
 def late() -> list[str]:
     engine = Engine(plain_model())
-    engine.ranks = ALONE  # as of one that was made before there was a group
+    engine.ranks = SingleProcess()  # as of one that was made before there was a group
     by_itself = Engine(plain_model(), parallel="none")
     return [raised(engine.accumulate, [plain_batch(3)]), raised(by_itself.accumulate, [plain_batch(3)])]
 
 
 def test_an_engine_from_before_the_ranks_were_joined_is_refused(pool: Pool) -> None:
-    for refused, alone in pool.run(late, ranks=2):
+    for refused, by_itself in pool.run(late, ranks=2):
         assert refused.startswith("ConfigError: the engine was made before the ranks were joined")
-        assert alone == "nothing was raised"
+        assert by_itself == "nothing was raised"
 
 
 class Rotated(nn.Module):
@@ -81,7 +81,7 @@ def complex_step() -> dict[str, Tensor]:
     Engine(model, torch.optim.SGD(model.parameters(), lr=0.1)).step(
         [{"x": torch.full((2, 4), 1.0 + rank), "y": torch.zeros(2, 2)}]
     )
-    return whole_parameters(model)
+    return full_parameters(model)
 
 
 def test_complex_parameters_are_trained(pool: Pool) -> None:
@@ -103,7 +103,7 @@ def odd_buffers() -> list[Tensor]:
     averaged = [
         model.get_buffer(f"b{index}").float() for index, d in enumerate(DTYPES) if d != torch.complex64
     ]
-    current_ranks().share(model)
+    current_ranks().broadcast_tensors(model)
     assert model.get_buffer("one") == 5
     return averaged
 
@@ -135,7 +135,7 @@ class Gaussian(Regression):
 def own_parameter(kind: str, copies: bool) -> str:
     task = Gaussian(2, head=Uncertain(copies), target="y")
     model = made(lambda: MultiTaskModel(nn.Linear(4, 4), {"y": task}, inputs="x"), kind)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = engine_of(kind, model, torch.optim.SGD(model.parameters(), lr=0.1))
     return raised(engine.step, [{"x": torch.rand(3, 4), "y": torch.rand(3, 2)}])
 
 
@@ -143,17 +143,18 @@ def own_parameter(kind: str, copies: bool) -> str:
 def test_a_module_that_returns_its_own_parameter_must_copy_it_under_fsdp(pool: Pool, kind: str) -> None:
     assert pool.run(own_parameter, kind, True, ranks=2) == ["nothing was raised"] * 2
     for error in pool.run(own_parameter, kind, False, ranks=2):
-        if kind == "ddp":
-            assert error == "nothing was raised"
-        else:
+        if kind == "fsdp":
             assert "can't return its own parameter" in error
             assert "Return parameter.clone()" in error
+        else:
+            assert error == "nothing was raised"
 
 
 def plan() -> list[Any]:
     report = find_plan(plain_model, plain_batch(3), budget_bytes="1GiB")
     assert report.recommended is not None
-    return [report.recommended.how, report.recommended.peak_bytes]
+    plan = report.recommended
+    return [plan.options, plan.accumulate, plan.peak_bytes]
 
 
 def test_a_plan_can_be_found_beside_other_ranks(pool: Pool) -> None:

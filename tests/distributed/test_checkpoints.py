@@ -1,4 +1,4 @@
-"""Checkpoints of what is spread over the ranks: each writes its parts, and any number of ranks reads them."""
+"""Checkpoints of sharded parameters: each rank writes its shards, and any number of ranks reads them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ranked import batch, raised, tree
 from torch import Tensor
 
 from mtaccum import ConfigError, Engine
-from mtaccum.parallel import current_ranks, shard, whole
+from mtaccum.parallel import current_ranks, full_tensor, shard
 from mtaccum.structure import map_tensors
 from mtaccum.training import find_checkpoint, load_checkpoint, save_checkpoint
 
 
 def stepped(steps: int = 1) -> dict[str, Any]:
-    """The state of a training that is spread over the ranks."""
+    """The state of a training whose parameters are sharded."""
     model = tree()
     shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -35,7 +35,7 @@ def stepped(steps: int = 1) -> dict[str, Any]:
 def saved(folder: str, steps: int = 1) -> dict[str, Any]:
     state = stepped(steps)
     save_checkpoint(state, Path(folder) / "last.pt", current_ranks())
-    return map_tensors(state, whole, strict=False)
+    return map_tensors(state, full_tensor, strict=False)
 
 
 def assert_holds(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ def assert_holds(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_writes_its_parts_under_the_bare_models_names(
+def test_each_rank_writes_its_shards_under_the_bare_models_names(
     pool: Pool, tmp_path: Path, ranks: int
 ) -> None:
     expected, *_ = pool.run(saved, str(tmp_path), ranks=ranks)
@@ -57,9 +57,9 @@ def test_each_rank_writes_its_parts_under_the_bare_models_names(
     assert list(load_checkpoint(tmp_path / "last.pt")["model"]) == list(tree().state_dict())
     (folder,) = tmp_path.glob("last-*.shards")
     assert sorted(p.name for p in tmp_path.iterdir()) == [folder.name, "last.pt"]
-    parts = [f"__{rank}_0.distcp" for rank in range(ranks)]
-    assert sorted(p.name for p in folder.iterdir()) == [".metadata", *parts]
-    sizes = [(folder / part).stat().st_size for part in parts]
+    shards = [f"__{rank}_0.distcp" for rank in range(ranks)]
+    assert sorted(p.name for p in folder.iterdir()) == [".metadata", *shards]
+    sizes = [(folder / shard).stat().st_size for shard in shards]
     assert max(sizes) < 0.7 * sum(sizes)
     file = torch.load(tmp_path / "last.pt", weights_only=True)
     parameters = dict(tree().named_parameters())
@@ -79,7 +79,7 @@ def test_any_number_of_ranks_reads_all_of_it(pool: Pool, tmp_path: Path) -> None
 
 
 def shards_in(folder: Path, others: list[str]) -> set[str]:
-    """Folders of parts, but for those that are there too."""
+    """Folders of shards, but for those that are there too."""
     found = {path.name for path in folder.glob("*.shards")}
     assert found >= set(others)
     return found - set(others)
@@ -108,8 +108,8 @@ def test_a_folder_is_moved_with_its_file_and_goes_when_the_next_is_whole(pool: P
 def test_a_folder_that_is_missing_or_damaged_is_named(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved, str(tmp_path))
     (folder,) = tmp_path.glob("last-*.shards")
-    part = folder / "__1_0.distcp"
-    part.write_bytes(part.read_bytes()[:100])
+    file = folder / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"can't read the tensors in .*\.shards: "):
         load_checkpoint(tmp_path / "last.pt")
     (folder / ".metadata").write_bytes(b"nothing")
@@ -121,9 +121,9 @@ def test_a_folder_that_is_missing_or_damaged_is_named(pool: Pool, tmp_path: Path
 
 
 def saved_and_read_by_one(folder: str) -> list[str] | None:
-    """Right after it was saved, one rank reads it alone."""
+    """Right after it was saved, one rank reads it by itself."""
     save_checkpoint(stepped(), Path(folder) / "last.pt", current_ranks())
-    if current_ranks().first:
+    if current_ranks().is_rank_zero:
         return None
     return list(load_checkpoint(Path(folder) / "last.pt")["model"])
 
@@ -140,10 +140,10 @@ def in_lists(folder: str) -> Tensor:
     shard(model)
     weight = model.state_dict()["trunk.conv.weight"]
     save_checkpoint({"list": [1, (weight, "b")]}, Path(folder) / "last.pt", current_ranks())
-    return whole(weight)
+    return full_tensor(weight)
 
 
-def test_what_is_spread_in_lists_is_whole_again(pool: Pool, tmp_path: Path) -> None:
+def test_dtensors_in_lists_are_full_tensors_again(pool: Pool, tmp_path: Path) -> None:
     expected, *_ = pool.run(in_lists, str(tmp_path))
     one, (weight, word) = load_checkpoint(tmp_path / "last.pt")["list"]
     assert (one, word) == (1, "b")
@@ -169,7 +169,7 @@ def full_on_the_second(folder: str) -> str:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        if not current_ranks().first:
+        if not current_ranks().is_rank_zero:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
         return raised(save_checkpoint, state, Path(folder) / "last.pt", current_ranks())
     finally:
@@ -198,7 +198,7 @@ def interrupted_on_the_second(folder: str) -> str:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.default_int_handler)
     try:
-        if not current_ranks().first:
+        if not current_ranks().is_rank_zero:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
         return raised(save_checkpoint, state, Path(folder) / "last.pt", current_ranks())
     except KeyboardInterrupt:
@@ -208,7 +208,7 @@ def interrupted_on_the_second(folder: str) -> str:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_ctrl_c_while_parts_are_written_is_no_full_disk(pool: Pool, tmp_path: Path) -> None:
+def test_ctrl_c_while_shards_are_written_is_no_full_disk(pool: Pool, tmp_path: Path) -> None:
     expected, *_ = pool.run(saved, str(tmp_path))
 
     assert pool.run(interrupted_on_the_second, str(tmp_path)) == ["KeyboardInterrupt"] * 2

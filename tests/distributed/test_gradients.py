@@ -11,16 +11,18 @@ from helpers import SCHEDULE_NAMES, Squared, assert_equal_states, plain_batch, p
 from pool import Pool
 from ranked import (
     KINDS,
+    UNSHARDED,
     Stepped,
     Windows,
     assert_equal_steps,
     batch,
+    engine_of,
     expected,
+    full_parameters,
     made,
     raised,
     step,
     tree,
-    whole_parameters,
 )
 from torch import Tensor, nn
 
@@ -73,8 +75,8 @@ CASES: dict[str, Windows] = {
     "one_sample_without_labels": [window(0, 2), [batch(91), batch(90, samples=1, without=ALL)]],
     "one_sample_without_labels_and_nothing_else": [window(0, 2), [batch(89, samples=1, without=ALL)]],
     "an_empty_batch_first": [[map_tensors(batch(88), lambda t: t[:0]), batch(87)], []],
-    "a_batch_that_can_not_be_cut": [[batch(86, edges=torch.zeros(2, 7))], []],
-    "parts_on_one_rank": [window(0, 2), window(1, 2, rough=True)],
+    "a_batch_that_can_not_be_split": [[batch(86, edges=torch.zeros(2, 7))], []],
+    "terms_on_one_rank": [window(0, 2), window(1, 2, rough=True)],
 }
 
 
@@ -144,7 +146,7 @@ class Halves(nn.Module):
 
 
 class AsAsked(Task):
-    """A loss on those parts of the prediction that the batch names; 0 if none."""
+    """A loss on those entries of the prediction that the batch names; 0 if none."""
 
     def loss(self, prediction: dict[str, Tensor], batch: Any) -> Any:
         return sum((prediction[name].square().mean() for name in batch["asked"]), torch.zeros(()))
@@ -169,10 +171,12 @@ RAGGED = [window(0, 2), window(1, 1, without=["seg"]), []]
 PLAIN = [plain(3, 2), plain(5), plain(1, 4, 2)]
 
 OPTIONS: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
-    "groups": (tree, RAGGED, {"groups": [["cls", "alone", "parts"]]}),
-    "groups_sequential": (tree, RAGGED, {"groups": [["alone", "again"]], "schedule": "sequential"}),
+    "head_groups": (tree, RAGGED, {"head_groups": [["cls", "side", "terms"]]}),
+    "head_groups_sequential": (
+        tree, RAGGED, {"head_groups": [["side", "again"]], "schedule": "sequential"}
+    ),
     "recompute_a_node": (tree, RAGGED, {"recompute": ["trunk", "fpn"]}),
-    "recompute_parts": (tree, RAGGED, {"recompute": ["trunk.conv", "seg.conv"], "schedule": "sequential"}),
+    "recompute_segments": (tree, RAGGED, {"recompute": ["trunk.conv", "seg.conv"], "schedule": "sequential"}),
     "clipped_n9": (tree, RAGGED, {"max_grad_norm": 0.1}),
     "normalised_by_running_statistics": (normalising_by_statistics, RAGGED, {"batchnorm": "freeze"}),
     "frozen_trunk": (frozen_trunk, RAGGED, {}),
@@ -185,8 +189,8 @@ OPTIONS: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
         small, [plain(2, missing=9), plain(3, missing=9), plain(4, 1, missing=0)], {}
     ),
     "weights": (partial(small, cls=0.3, value=0.0, other=7.0), PLAIN, {}),
-    "another_part_of_the_prediction": (halves, [asking("first"), asking("second")], {}),
-    "one_part_of_the_prediction_on_an_idle_rank": (
+    "another_entry_of_the_prediction": (halves, [asking("first"), asking("second")], {}),
+    "one_entry_of_the_prediction_on_an_idle_rank": (
         halves, [asking("first"), asking("first", labelled=False), asking(labelled=False)], {}
     ),
     "a_loss_that_is_constant_on_one_rank": (halves, [asking(), asking("second")], {}),
@@ -216,7 +220,7 @@ def frozen_head() -> MultiTaskModel:
     return model
 
 
-ONLY_DDP: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
+ONLY_UNSHARDED: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
     "chunks": (small, PLAIN, {"chunks": {"cls": 2, "other": 3}}),
     "tied": (partial(tree, tied=True), RAGGED, {}),
     "tied_sequential": (partial(tree, tied=True), RAGGED, {"schedule": "sequential"}),
@@ -227,11 +231,12 @@ ONLY_DDP: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ONLY_DDP)
-def test_what_only_ddp_takes(pool: Pool, name: str) -> None:
-    build, windows, options = ONLY_DDP[name]
+@pytest.mark.parametrize("name", ONLY_UNSHARDED)
+@pytest.mark.parametrize("kind", UNSHARDED)
+def test_what_fsdp_does_not_take(pool: Pool, kind: str, name: str) -> None:
+    build, windows, options = ONLY_UNSHARDED[name]
 
-    found = pool.run(step, build, "ddp", windows, options, ranks=len(windows))
+    found = pool.run(step, build, kind, windows, options, ranks=len(windows))
 
     assert_equal_steps(found, expected(build, windows, options))
 
@@ -328,12 +333,12 @@ def steps(
     build: Any, kind: str, windows: Windows, number: int, settings: dict[str, Any]
 ) -> dict[str, Tensor]:
     model = made(build, kind)
-    before = whole_parameters(model)
-    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01, **settings))
+    before = full_parameters(model)
+    engine = engine_of(kind, model, torch.optim.AdamW(model.parameters(), lr=0.01, **settings))
     own = windows[current_ranks().rank]
     for index in range(number):
         engine.step(own[index % len(own) :] if own else [])
-    after = whole_parameters(model)
+    after = full_parameters(model)
     return {**after, **{f"before.{name}": value for name, value in before.items()}}
 
 
@@ -357,5 +362,5 @@ def test_adamw_leaves_what_is_idle_everywhere_as_it_is_i1_d7(pool: Pool, kind: s
         names = [name for name in after if f"before.{name}" in after]
         moved = {name for name in names if not torch.equal(after[name], after[f"before.{name}"])}
         assert {"tasks.seg.head.conv.weight", "trunk.conv.weight"} <= moved
-        still = ("tasks.alone", "tasks.again", "trunk.side", "trunk.unused")
+        still = ("tasks.side", "tasks.again", "trunk.side", "trunk.unused")
         assert not {name for name in moved if name.startswith(still)}

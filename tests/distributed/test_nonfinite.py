@@ -14,12 +14,13 @@ from ranked import (
     assert_equal_steps,
     assert_same_result,
     batch,
+    engine_of,
     expected,
+    full_parameters,
     made,
     raised,
     step,
     tree,
-    whole_parameters,
 )
 from torch import Tensor, nn
 
@@ -41,12 +42,17 @@ class Skipped:
 
     def __init__(self, engine: Engine, bad: list[Any]) -> None:
         model = engine.model
-        self.before, buffers = whole_parameters(model), copies(model)
+        self.before, buffers = full_parameters(model), copies(model)
         self.result = engine.step(bad)
-        self.after = whole_parameters(model)
+        self.after = full_parameters(model)
         self.buffers_kept = all(torch.equal(b, buffers[n]) for n, b in model.named_buffers())
-        self.skips = engine.skips.total, engine.skips.in_a_row
+        self.counted = counted(engine)
         self.no_gradient = all(parameter.grad is None for parameter in model.parameters())
+
+
+def counted(engine: Engine) -> tuple[int, int]:
+    """Steps left out, in all and in a row."""
+    return engine.skipped_steps.total, engine.skipped_steps.in_a_row
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
@@ -55,10 +61,11 @@ def copies(model: nn.Module) -> dict[str, Tensor]:
 
 def skip(build: Any, kind: str, windows: Windows, good: Windows, options: dict[str, Any]) -> Any:
     model, rank = made(build, kind), current_ranks().rank
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), on_nonfinite="skip", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(kind, model, optimizer, on_nonfinite="skip", **options)
     skipped = Skipped(engine, windows[rank])
     result = engine.step(good[rank])
-    return vars(skipped), result, whole_parameters(model), (engine.skips.total, engine.skips.in_a_row)
+    return vars(skipped), result, full_parameters(model), counted(engine)
 
 
 @schedules
@@ -79,7 +86,7 @@ def test_a_loss_on_one_rank_skips_the_step_on_all(pool: Pool, kind: str, schedul
         assert_equal_states(skipped["after"], skipped["before"])
         assert skipped["buffers_kept"]
         assert skipped["no_gradient"]
-        assert (skipped["skips"], skips) == ((1, 1), (1, 0))
+        assert (skipped["counted"], skips) == ((1, 1), (1, 0))
         assert result.stepped  # and from a step left out nothing is left over
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter, one.parameters[name], rtol=1e-10, atol=1e-10)
@@ -87,9 +94,9 @@ def test_a_loss_on_one_rank_skips_the_step_on_all(pool: Pool, kind: str, schedul
 
 def stop(build: Any, kind: str, windows: Windows) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     model = made(build, kind)
-    before = whole_parameters(model)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return raised(engine.step, windows[current_ranks().rank]), before, whole_parameters(model)
+    before = full_parameters(model)
+    engine = engine_of(kind, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return raised(engine.step, windows[current_ranks().rank]), before, full_parameters(model)
 
 
 @kinds
@@ -99,7 +106,7 @@ def test_raise_stops_all_ranks_with_one_error(pool: Pool, kind: str) -> None:
     found = pool.run(stop, tree, kind, windows, ranks=3)
 
     assert len({error for error, _, _ in found}) == 1
-    assert found[0][0].startswith("NonfiniteError: step 1: rank 2: the loss of task 'parts' is ")
+    assert found[0][0].startswith("NonfiniteError: step 1: rank 2: the loss of task 'terms' is ")
     for _, before, after in found:
         assert_equal_states(before, after)
 
@@ -138,8 +145,8 @@ def test_the_task_of_a_gradient_is_named(pool: Pool, kind: str, schedule: str) -
 
     found = pool.run(skip, rooted, kind, windows, windows, {"schedule": schedule}, ranks=3)
 
-    # what is spread over the ranks shows the gradient of all of them together
-    place = "rank 1: " if kind == "ddp" else ""
+    # sharded parameters show the gradient of all ranks
+    place = "" if kind == "fsdp" else "rank 1: "
     for skipped, *_ in found:
         finding = skipped["result"].nonfinite
         assert finding.startswith(f"{place}the gradient of task 'root' is not finite in micro-batch 1 of 3")
@@ -150,11 +157,11 @@ def spoil(kind: str, windows: Windows) -> Any:
     model, ranks = made(plain_model, kind), current_ranks()
 
     def on_gradients(model: MultiTaskModel) -> None:
-        if ranks.rank == ranks.size - 1:
+        if ranks.rank == ranks.world_size - 1:
             next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(model, optimizer, on_gradients=on_gradients, on_nonfinite="skip")
+    engine = engine_of(kind, model, optimizer, on_gradients=on_gradients, on_nonfinite="skip")
     return vars(Skipped(engine, windows[ranks.rank]))
 
 
@@ -173,7 +180,7 @@ def huge(kind: str, windows: Windows) -> tuple[Any, str]:
         (loss * 1e300).backward()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(model, optimizer, backward=enormous, on_nonfinite="skip", max_skipped=2)
+    engine = engine_of(kind, model, optimizer, backward=enormous, on_nonfinite="skip", max_skipped=2)
     result = engine.step(windows[current_ranks().rank])
     return result, raised(engine.step, windows[current_ranks().rank])
 
@@ -205,7 +212,10 @@ def single(*samples: int) -> list[Any]:
     return [{k: v.float() if v.is_floating_point() else v for k, v in made.items()} for made in batches]
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("ddp", "bf16"), ("ddp", "fp16"), ("fsdp", "bf16")])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("ddp", "bf16"), ("ddp", "fp16"), ("fsdp", "bf16"), ("plain", "bf16"), ("plain", "fp16")],
+)
 def test_low_precision_is_that_of_one_process(pool: Pool, kind: str, precision: str) -> None:
     windows, options = [single(3, 2), [], single(5)], {"precision": precision}
 
@@ -225,7 +235,7 @@ def overflow(windows: Windows) -> list[Any]:
         seen.append((result.nonfinite, scaler.get_scale()))
         if result.stepped:
             break
-    return [seen, whole_parameters(model)]
+    return [seen, full_parameters(model)]
 
 
 def test_the_loss_scale_is_the_same_on_all_ranks(pool: Pool) -> None:

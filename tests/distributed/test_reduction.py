@@ -14,10 +14,11 @@ from ranked import (
     KINDS,
     assert_equal_gradients,
     assert_same_result,
+    engine_of,
+    full_gradients,
+    full_parameters,
     made,
     raised,
-    whole_gradients,
-    whole_parameters,
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtaccum import Engine, MultiTaskModel, Task, reduce_gradients, split_backward, windows
 from mtaccum.data import MicroBatchSampler
+from mtaccum.engine import options
 from mtaccum.parallel import current_ranks, in_step, shard
 from mtaccum.parallel.ddp import COMM_HOOKS
 
@@ -57,15 +59,15 @@ def reduced_bytes(tasks: int, micro_batches: int) -> tuple[int, int, int, int]:
         registered.append(hook)
         register(self, state, hook)
 
-    COMM_HOOKS["counting"] = counting
+    rounding, COMM_HOOKS["fp16"] = COMM_HOOKS["fp16"], counting
     DistributedDataParallel.register_comm_hook = counted  # type: ignore[method-assign]
     try:
-        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), comm_hook="counting")
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), comm_hook="fp16")
         for _ in range(2):
             sizes.clear()
             engine.step(plain(*[2] * micro_batches))
     finally:
-        del COMM_HOOKS["counting"]
+        COMM_HOOKS["fp16"] = rounding
         DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
     return sum(sizes), sum(p.nbytes for p in model.parameters()), len(sizes), len(registered)
 
@@ -79,7 +81,7 @@ def test_each_gradient_is_reduced_once_per_step_d2(pool: Pool) -> None:
 
 
 class Scattered(TorchDispatchMode):
-    """The bytes of each reduction of gradients that are spread over the ranks."""
+    """The bytes of each reduction of sharded gradients."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,7 +107,7 @@ def scattered_bytes(tasks: int, micro_batches: int, schedule: str) -> tuple[list
     return scattered.sizes, sizes
 
 
-def test_each_spread_gradient_is_reduced_once_per_step_d2(pool: Pool) -> None:
+def test_each_sharded_gradient_is_reduced_once_per_step_d2(pool: Pool) -> None:
     for tasks, micro_batches in [(2, 1), (2, 4), (4, 3)]:
         for schedule in SCHEDULE_NAMES:
             for reduced, gradients in pool.run(scattered_bytes, tasks, micro_batches, schedule):
@@ -118,10 +120,10 @@ def hooked(hook: str, batches: list[list[Any]]) -> tuple[dict[str, Tensor | None
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         comm_hook=hook,
-        on_gradients=lambda m: seen.update(whole_gradients(m)),
+        on_gradients=lambda m: seen.update(full_gradients(m)),
     )
     engine.step(batches[current_ranks().rank])
-    return seen, whole_parameters(model)
+    return seen, full_parameters(model)
 
 
 def test_the_communication_hook_rounds_to_16_bits(pool: Pool) -> None:
@@ -136,6 +138,10 @@ def test_the_communication_hook_rounds_to_16_bits(pool: Pool) -> None:
     assert_equal_states(parameters, others)
     assert_equal_gradients(one, exact, 2**-10)
     assert any(not torch.equal(one[name], exact[name]) for name in one)
+
+
+def test_each_hook_that_is_an_option_is_there() -> None:
+    assert set(COMM_HOOKS) == set(options.COMM_HOOKS)
 
 
 def bad_hooks() -> list[str]:
@@ -166,7 +172,7 @@ def own_loop(batches: list[list[Any]]) -> list[dict[str, Tensor | None]]:
         engine.accumulate(own[:1])
         engine.accumulate(own[1:])
         reduce_gradients(model)
-        seen.append(whole_gradients(model))
+        seen.append(full_gradients(model))
         model.zero_grad()
     return seen
 
@@ -206,7 +212,7 @@ def by_split_backward(windows: list[list[Any]]) -> dict[str, Tensor | None]:
         }
         split_backward(net.backbone(batch["x"]), losses)
     reduce_gradients(net)
-    return whole_gradients(net)
+    return full_gradients(net)
 
 
 def test_reduce_gradients_after_split_backward(pool: Pool) -> None:
@@ -221,7 +227,7 @@ def test_reduce_gradients_after_split_backward(pool: Pool) -> None:
     a = (net.a(features) - torch.cat([one["other"], other["other"]])).square().mean() * 2
     b = (net.b(features[:4]) - one["value"]).square().mean()
     ((a + b) / 3).backward()
-    reference = whole_gradients(net)
+    reference = full_gradients(net)
     for gradients in found:
         assert_equal_gradients(gradients, reference)
 
@@ -232,7 +238,7 @@ def sparse(both: bool) -> list[str]:
     errors = []
     for looked_up in (False, True):
         x = torch.ones(1, 2)
-        if looked_up and (both or current_ranks().first):
+        if looked_up and (both or current_ranks().is_rank_zero):
             x = model["table"](torch.tensor([1]))
         model["dense"](x).sum().backward()
         errors.append(raised(reduce_gradients, model))
@@ -253,14 +259,14 @@ def differing(change: str) -> tuple[str, bool]:
     """A step after something was changed on the last rank."""
     model = plain_model()
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    before, task = whole_parameters(model), model.task("value")
-    if current_ranks().rank == current_ranks().size - 1:
+    before, task = full_parameters(model), model.task("value")
+    if current_ranks().rank == current_ranks().world_size - 1:
         if change == "weight":
             task.weight *= 1 + 1e-9
         else:
             task.mode = "off"
     error = raised(engine.step, plain(3))
-    return error, all(torch.equal(p, before[name]) for name, p in whole_parameters(model).items())
+    return error, all(torch.equal(p, before[name]) for name, p in full_parameters(model).items())
 
 
 @pytest.mark.parametrize("change", ["weight", "off"])
@@ -281,29 +287,29 @@ def test_other_tasks_or_weights_on_a_rank_stop_all(pool: Pool, change: str) -> N
 def seeded_by_rank(kind: str) -> dict[str, Tensor]:
     model = made(lambda: plain_model(seed=current_ranks().rank), kind)
     model.register_buffer("note", torch.full((3,), float(current_ranks().rank)))
-    Engine(model)
-    return {**whole_parameters(model), "note": model.note}
+    engine_of(kind, model)
+    return {**full_parameters(model), "note": model.note}
 
 
 @kinds
-def test_all_start_with_the_weights_of_the_first_rank(pool: Pool, kind: str) -> None:
+def test_all_start_with_the_weights_of_rank_0(pool: Pool, kind: str) -> None:
     first = dict(plain_model(seed=0).named_parameters())
     for found in pool.run(seeded_by_rank, kind, ranks=3):
         assert_equal_states(found, {**first, "note": torch.zeros(3)})
 
 
-def alone(batches: list[list[Any]]) -> tuple[Any, dict[str, Tensor]]:
+def by_itself(batches: list[list[Any]]) -> tuple[Any, dict[str, Tensor]]:
     rank = current_ranks().rank
     model = plain_model(seed=rank)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), parallel="none")
     results = [engine.step(batches[rank]) for _ in range(rank + 1)]  # one more on one rank
-    return results[0], whole_parameters(model)
+    return results[0], full_parameters(model)
 
 
 def test_parallel_none_trains_each_rank_by_itself(pool: Pool) -> None:
     batches = [plain(3), plain(2, 4)]
 
-    for rank, (result, parameters) in enumerate(pool.run(alone, batches)):
+    for rank, (result, parameters) in enumerate(pool.run(by_itself, batches)):
         model = plain_model(seed=rank)
         engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
         expected = [engine.step(batches[rank]) for _ in range(rank + 1)]
@@ -316,7 +322,7 @@ class Uncertain(Task):
 
     def __init__(self, head: nn.Module, target: str, log_variance: nn.Parameter) -> None:
         super().__init__(head, target)
-        self.log_variance = [log_variance]  # in a list, so that it is no part of the model
+        self.log_variance = [log_variance]  # in a list, so that the model doesn't hold it
 
     def loss(self, prediction: Tensor, batch: Any) -> Tensor:
         (log_variance,) = self.log_variance
@@ -336,7 +342,8 @@ def uncertain(rank: int) -> tuple[MultiTaskModel, list[nn.Parameter]]:
 def learning_weights(kind: str, batches: list[list[Any]]) -> list[float]:
     model, learned = uncertain(current_ranks().rank)
     made(lambda: model, kind)
-    engine = Engine(model, torch.optim.SGD([*model.parameters(), *learned], lr=0.1), max_grad_norm=0.5)
+    optimizer = torch.optim.SGD([*model.parameters(), *learned], lr=0.1)
+    engine = engine_of(kind, model, optimizer, max_grad_norm=0.5)
     for _ in range(2):
         engine.step(batches[current_ranks().rank])
     return [weight.item() for weight in learned]
@@ -360,13 +367,13 @@ def frozen_for_a_while(kind: str, schedule: str) -> list[tuple[set[str], dict[st
     """Which parameters move while the trunk doesn't learn, while it does, and so on."""
     model = made(plain_model, kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
-    engine = Engine(model, optimizer, schedule=schedule)
+    engine = engine_of(kind, model, optimizer, schedule=schedule)
     seen = []
     for learns in (False, True, False, True):
         model.trunk.requires_grad_(learns)  # type: ignore[union-attr]
-        before = whole_parameters(model)
+        before = full_parameters(model)
         engine.step(plain(3 + current_ranks().rank, missing=0.0))
-        after = whole_parameters(model)
+        after = full_parameters(model)
         seen.append(({name for name in after if not torch.equal(after[name], before[name])}, after))
     return seen
 
@@ -386,10 +393,10 @@ def test_what_learns_may_change_between_steps(pool: Pool, kind: str, schedule: s
 def results_in_single_precision(kind: str) -> Any:
     """Of a step in which each rank has labels of other tasks."""
     model = made(lambda: plain_model().float(), kind)
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = engine_of(kind, model, torch.optim.SGD(model.parameters(), lr=0.1))
     (batch,) = plain(3, missing=0.0)
     batch = {key: value.float() if value.is_floating_point() else value for key, value in batch.items()}
-    batch["cls" if current_ranks().first else "value"] = None
+    batch["cls" if current_ranks().is_rank_zero else "value"] = None
     return engine.step([batch]), engine.step([])
 
 
@@ -401,20 +408,20 @@ def test_what_a_step_reports_is_the_same_on_all_ranks(pool: Pool, kind: str) -> 
         assert_same_result(result, found[0][0])
         assert {loss.dtype for loss in result.losses.values()} == {torch.float32}
         assert not empty.stepped
-        assert empty.skipped == dict.fromkeys(["cls", "value", "other"], "no labels")
+        assert empty.idle == dict.fromkeys(["cls", "value", "other"], "no labels")
 
 
 # --- batches -----------------------------------------------------------------------------------------------
 
 
 def ids_in_step(kind: str) -> list[list[list[int]]]:
-    """What each step saw: 4 batches on the first rank, 3 on the others."""
+    """What each step saw: 4 batches on rank 0, 3 on the others."""
     ranks = current_ranks()
     model, seen = made(plain_model, kind), []
-    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine = engine_of(kind, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def loader() -> Iterator[dict[str, Any]]:
-        for index in range(4 if ranks.first else 3):
+        for index in range(4 if ranks.is_rank_zero else 3):
             yield {**plain_batch(2, seed=index), "ids": [100 * ranks.rank + index]}
 
     for window in in_step(windows(loader(), 2)):
@@ -436,7 +443,7 @@ def test_unequal_numbers_of_batches_d4(pool: Pool, kind: str) -> None:
 def tied_up(samples: int) -> list[list[list[int]]]:
     """The windows of an epoch, by the sampler of this rank."""
     ranks = current_ranks()
-    sampler = MicroBatchSampler(samples, 4, 2, rank=ranks.rank, ranks=ranks.size)
+    sampler = MicroBatchSampler(samples, 4, 2, rank=ranks.rank, ranks=ranks.world_size)
     return list(in_step(windows(iter(sampler), 2)))
 
 
@@ -444,5 +451,5 @@ def tied_up(samples: int) -> list[list[list[int]]]:
 def test_the_ranks_share_an_epoch_in_the_order_of_one(pool: Pool, samples: int) -> None:
     found = pool.run(tied_up, samples, ranks=3)
 
-    together = [sum((sum(w, []) for w in of_ranks), []) for of_ranks in zip(*found, strict=True)]
-    assert together == list(MicroBatchSampler(samples, 12))
+    epoch = [sum((sum(w, []) for w in of_ranks), []) for of_ranks in zip(*found, strict=True)]
+    assert epoch == list(MicroBatchSampler(samples, 12))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import assert_equal_states
 from pool import Pool
-from ranked import KINDS, assert_close, made
+from ranked import KINDS, assert_close, engine_of, made
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -21,7 +21,7 @@ from mtaccum import Classification, Engine, MultiTaskModel, Regression
 from mtaccum.config import RunConfig, run_command
 from mtaccum.config.run import prepare
 from mtaccum.data import MicroBatchSampler
-from mtaccum.parallel import ALONE, current_ranks, whole
+from mtaccum.parallel import Collectives, SingleProcess, current_ranks, full_tensor
 from mtaccum.structure import map_tensors
 from mtaccum.training import Trainer, TrainerSettings, load_checkpoint
 
@@ -71,20 +71,20 @@ def trainer(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     data = samples()
-    sampler = MicroBatchSampler(SAMPLES, batch_size, accumulate, rank=ranks.rank, ranks=ranks.size)
+    sampler = MicroBatchSampler(SAMPLES, batch_size, accumulate, rank=ranks.rank, ranks=ranks.world_size)
     return Trainer(
-        Engine(model, optimizer, lr_scheduler=scheduler, max_grad_norm=1.0),
+        engine_of(kind, model, optimizer, lr_scheduler=scheduler, max_grad_norm=1.0),
         DataLoader(data, batch_sampler=sampler),  # type: ignore[arg-type]
         sampler,
-        DataLoader(data, batch_size=7, sampler=range(ranks.rank, SAMPLES, ranks.size)),  # type: ignore[arg-type]
+        DataLoader(data, batch_size=7, sampler=range(ranks.rank, SAMPLES, ranks.world_size)),  # type: ignore[arg-type]
         TrainerSettings(**{"total_steps": 9, "log_every": 1, "eval_every": 2, **settings}),
         folder,
-        [Notes()] if ranks.first else [],
+        [Notes()] if ranks.is_rank_zero else [],
     )
 
 
-def whole_state(trainer: Trainer) -> dict[str, Any]:
-    return map_tensors(trainer.state_dict(), whole, strict=False)
+def full_state(trainer: Trainer) -> dict[str, Any]:
+    return map_tensors(trainer.state_dict(), full_tensor, strict=False)
 
 
 def fit(kind: str, folder: str, batch_size: int, options: dict[str, Any], resume: str | None = None) -> Any:
@@ -93,10 +93,10 @@ def fit(kind: str, folder: str, batch_size: int, options: dict[str, Any], resume
     if resume is not None:
         torch.manual_seed(1234)
         training.load_state_dict(load_checkpoint(Path(resume) / "last.pt"))
-        loaded = copy.deepcopy({**whole_state(training), "own rng": torch.get_rng_state()})
+        loaded = copy.deepcopy({**full_state(training), "own rng": torch.get_rng_state()})
     outcome = training.fit()
     notes = [log.lines for log in training.loggers]
-    return outcome, notes, whole_state(training), loaded
+    return outcome, notes, full_state(training), loaded
 
 
 def numbers(lines: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
@@ -112,13 +112,13 @@ def numbers(lines: list[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[s
 def test_a_training_is_that_of_one_process(
     pool: Pool, tmp_path: Path, kind: str, ranks: int, accumulate: int
 ) -> None:
-    several, alone = tmp_path / "several", tmp_path / "alone"
+    several, single = tmp_path / "several", tmp_path / "single"
     several.mkdir()
-    alone.mkdir()
+    single.mkdir()
 
     found = pool.run(fit, kind, str(several), 4, {"accumulate": accumulate}, ranks=ranks)
 
-    outcome, [lines], state, _ = fit("ddp", str(alone), 4 * ranks, {})
+    outcome, [lines], state, _ = fit("ddp", str(single), 4 * ranks, {})
     for theirs, _, their_state, _ in found:
         assert (theirs.steps, theirs.samples) == (outcome.steps, outcome.samples)
         for task, metrics in outcome.evaluation.items():
@@ -150,8 +150,8 @@ def same_optimizer_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_a_state_is_that_of_any_number_of_ranks_r1(
     pool: Pool, tmp_path: Path, before: str, kind: str, ranks: int
 ) -> None:
-    first, then, whole_way = (tmp_path / name for name in ("first", "then", "whole_way"))
-    for folder in (first, then, whole_way):
+    first, then, in_one_go = (tmp_path / name for name in ("first", "then", "in_one_go"))
+    for folder in (first, then, in_one_go):
         folder.mkdir()
     pool.run(fit, before, str(first), 6, {"total_steps": 4})
     saved = load_checkpoint(first / "last.pt")
@@ -162,7 +162,7 @@ def test_a_state_is_that_of_any_number_of_ranks_r1(
     else:
         found = pool.run(fit, kind, str(then), 4, options, str(first), ranks=ranks)
 
-    *_, one, _ = fit("ddp", str(whole_way), 12, options)  # never interrupted
+    *_, one, _ = fit("ddp", str(in_one_go), 12, options)  # never interrupted
     for rank, (_, _, state, loaded) in enumerate(found):
         if rank < len(saved["rng"]):
             assert torch.equal(loaded["own rng"], saved["rng"][rank])
@@ -277,7 +277,7 @@ class Interrupting(Notes):
 
 def interrupted(folder: str) -> Any:
     training = trainer("ddp", Path(folder), 4, eval_every=0)
-    training.loggers = [Interrupting(3)] if not current_ranks().first else []
+    training.loggers = [Interrupting(3)] if not current_ranks().is_rank_zero else []
     return training.fit()
 
 
@@ -287,7 +287,7 @@ def test_ctrl_c_on_one_rank_ends_all_after_the_same_step(pool: Pool, tmp_path: P
     assert load_checkpoint(tmp_path / "last.pt")["progress"]["steps"] == 3
 
 
-def parts_of_the_validation(folder: str) -> list[int]:
+def validation_indices(folder: str) -> list[int]:
     found: list[list[int]] = []
 
     def note(config: RunConfig) -> int:
@@ -299,11 +299,11 @@ def parts_of_the_validation(folder: str) -> list[int]:
     return found[0]
 
 
-def test_each_rank_evaluates_a_part_of_the_validation_data_d4(pool: Pool, tmp_path: Path) -> None:
-    parts = pool.run(parts_of_the_validation, str(tmp_path / "run"), ranks=3)
+def test_each_rank_evaluates_its_share_of_the_validation_data_d4(pool: Pool, tmp_path: Path) -> None:
+    shares = pool.run(validation_indices, str(tmp_path / "run"), ranks=3)
 
-    assert sorted(index for part in parts for index in part) == list(range(11))
-    assert [len(part) for part in parts] == [4, 4, 3]
+    assert sorted(index for share in shares for index in share) == list(range(11))
+    assert [len(share) for share in shares] == [4, 4, 3]
 
 
 def without_ranks(folder: str) -> Any:
@@ -319,7 +319,8 @@ def without_ranks(folder: str) -> Any:
         TrainerSettings(total_steps=3 + 4 * rank, eval_every=2),
         Path(folder) / str(rank),
     )
-    assert training.ranks is ALONE
+    assert isinstance(training.engine.ranks, SingleProcess)
+    assert training.ranks == Collectives()
     training.folder.mkdir()
     outcome = training.fit()
     return outcome.steps, sorted(path.name for path in training.folder.iterdir())

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mtaccum.config import RunConfig, run_command
 from mtaccum.config.plan import fake_training
-from mtaccum.memory import How, Prediction
+from mtaccum.memory import Prediction
 from mtaccum.plan import plan
 from mtaccum.train import train
 
@@ -56,9 +56,9 @@ OPTIONS = {
     "sequential": ["+tasks=[seg,cls]", "engine=sequential", "accumulate=3"],
     "summed": ["+tasks=[seg,cls,depth]", "engine=summed"],
     "recomputed": ["+tasks=[seg,cls]", 'engine.recompute=[trunk.stem,"trunk.levels.*"]', "accumulate=2"],
-    "groups and chunks": [
+    "head groups and chunks": [
         "+tasks=[seg,cls,number]",
-        "engine.groups=[[cls,number]]",
+        "engine.head_groups=[[cls,number]]",
         "engine.chunks={seg:2}",
         "engine.batchnorm=freeze",
     ],
@@ -79,11 +79,7 @@ def test_trainings_need_what_is_predicted(name: str, run: Run, tmp_path: Path) -
     found: list[Prediction] = []
 
     def predict(config: RunConfig) -> int:
-        engine = config.engine
-        groups = tuple(tuple(group) for group in engine.groups)
-        chunks = tuple(engine.chunks.items())
-        how = How(engine.schedule, config.micro_batches, tuple(engine.recompute), groups, chunks)
-        found.append(fake_training(config, "cpu")[0].predict(how))
+        found.append(fake_training(config, "cpu")[0].predict(config.engine, config.micro_batches))
         return 0
 
     assert run(predict, *OPTIONS[name]) == 0
@@ -158,7 +154,7 @@ def test_a_plan_changes_nothing_of_the_training(run: Run, tmp_path: Path) -> Non
         ("accumulate=2", "accumulate"),
         ("micro_batch_size=2", "micro_batch_size"),
         ("engine.recompute=[trunk]", "engine.recompute"),
-        ("engine.groups=[[seg,cls]]", "engine.groups"),
+        ("engine.head_groups=[[seg,cls]]", "engine.head_groups"),
         ("engine.chunks={seg:2}", "engine.chunks"),
         ("engine=sequential", "engine=sequential"),
     ],

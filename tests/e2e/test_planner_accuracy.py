@@ -23,7 +23,6 @@ from resident import unavailable
 
 from mtaccum.config import group_options
 from mtaccum.engine import SCHEDULES
-from mtaccum.memory import How
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 LIBRARIES = ("timm", "torchvision")
@@ -149,8 +148,8 @@ def test_models_of_the_full_benchmark_are_built_and_predicted(
     installed(spec)
     subject = subject_of(spec)
     training = subject.fake(optimizer)
-    kept = training.predict(How("split"))
-    again = training.predict(How("split", recompute=subject.parts))
+    kept = training.predict()
+    again = training.predict(subject.options.changed({"recompute": subject.segments}))
     assert kept.start_bytes == again.start_bytes
     assert again.flops > kept.flops
 
@@ -160,7 +159,8 @@ def test_the_large_model_needs_what_it_is_known_to_need(installed: Callable[[Spe
     installed(spec)
     subject = subject_of(spec)
     (optimizer,) = subject.optimizers
-    peak_bytes = subject.fake(optimizer).predict(How("summed")).peak_bytes
+    summed = subject.options.changed({"schedule": "summed"})
+    peak_bytes = subject.fake(optimizer).predict(summed).peak_bytes
     assert peak_bytes / 2**30 == pytest.approx(5.02, abs=0.01)
 
 

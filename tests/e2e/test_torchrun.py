@@ -538,8 +538,8 @@ with mtaccum.parallel.joined(timeout_s=20) as ranks:
     task = Classification(2, head=nn.Linear(4, 2), target="y")
     model = MultiTaskModel(nn.Linear(3, 4), {"a": task}, inputs="x")
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    mine = data[ranks.rank :: ranks.size]  # three batches and two
-    for window in in_step(windows(mine, 2 // ranks.size)):
+    mine = data[ranks.rank :: ranks.world_size]  # three batches and two
+    for window in in_step(windows(mine, 2 // ranks.world_size)):
         result = engine.step(window)
         print(result.losses["a"].item(), result.counts["a"])
     engine.accumulate([mine[0]])

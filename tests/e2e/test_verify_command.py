@@ -58,8 +58,8 @@ class InPlace(Plain):
         return self.head(F.relu_(features))
 
 
-@register_task("orphan")
-class Orphan(Plain):
+@register_task("unreached")
+class Unreached(Plain):
     def __init__(self, in_channels, **rest):
         super().__init__(in_channels, **rest)
         self.head.lost = nn.Linear(3, 3)
@@ -151,7 +151,7 @@ SHIPPED = [
     ["+experiment=all_tasks", "engine=sequential", "engine.recompute=[trunk]"],
     ["+experiment=all_tasks", "engine.recompute=['trunk.levels.*',seg]", "engine=sequential"],
     ["+experiment=all_tasks", "accumulate=4", "engine.batchnorm=freeze"],
-    ["+experiment=all_tasks", "engine.groups=[[cls,number]]", "engine=sequential"],
+    ["+experiment=all_tasks", "engine.head_groups=[[cls,number]]", "engine=sequential"],
     ["+experiment=all_tasks", "engine.chunks={seg: 3}", "engine.batchnorm=freeze", "engine.offload=true"],
     ["tasks=[seg,cls]", "engine.precision=bf16", "engine.compile=true", "engine.max_grad_norm=1"],
 ]
@@ -166,7 +166,7 @@ def test_it_passes_on_what_ships(
     assert "exact: the contract holds" in shown
     assert "1e-12" in shown
     assert "8 of the 16 samples" in shown
-    assert ("note (offload) engine.offload" in shown) == ("engine.offload=true" in arguments)
+    assert ("note (offload) offload" in shown) == ("engine.offload=true" in arguments)
     assert ("bf16 rounds" in shown) == ("engine.precision=bf16" in arguments)
     assert list(tmp_path.iterdir()) == [], "it wrote something"
 
@@ -175,11 +175,11 @@ FAULTS = [
     ([], ["wrong_count"], "fault (count) wrong_count"),
     ([], ["in_place"], "fault (in-place) split: 'in_place' writes in place"),
     (
-        ["engine.groups=[[in_place,plain]]"],
+        ["engine.head_groups=[[in_place,plain]]"],
         ["in_place", "plain"],
         "fault (in-place) split: 'in_place+plain' writes in place",
     ),
-    ([], ["orphan"], "fault (orphan parameters) tasks.orphan.head.lost.weight"),
+    ([], ["unreached"], "fault (unreached parameters) tasks.unreached.head.lost.weight"),
     (["tasks=[cls]", "accumulate=4"], [], "fault (coupled samples) trunk.stem.1"),
     (["engine=sequential"], ["own_generator"], "fault (randomness) own_generator"),
     ([], ["non_additive"], "fault (count) non_additive"),

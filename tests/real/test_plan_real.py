@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Way, way_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mtaccum import Classification, Engine, MultiTaskModel, Segmentation, split_batch
-from mtaccum.memory import FakeTraining, How, measure_step
+from mtaccum.memory import FakeTraining, measure_step
 from mtaccum.planning import Budget, plan_training
 
 timm = pytest.importorskip("timm")
@@ -110,36 +111,35 @@ def _forgotten_at_the_end() -> Iterator[None]:
         function.cache_clear()
 
 
-def measured(name: str, optimizer: str, how: How, **arguments: Any) -> int:
+def measured(name: str, optimizer: str, way: Way) -> int:
     model, made = model_of(name, optimizer)
-    engine = Engine(model, made, **(arguments or {"schedule": how.schedule, "recompute": how.recompute}))
+    engine = Engine(model, made, options=way.options)
     gc.collect()
-    return measure_step(engine, split_batch(batch_of(name), how.accumulate))[1].peak_bytes
+    return measure_step(engine, split_batch(batch_of(name), way.accumulate))[1].peak_bytes
 
 
 WAYS = [
-    How("summed", 4, ("trunk",)),
-    How("sequential", 1),
-    How("split", 1, ("trunk",)),
+    way_of("summed", 4, recompute=("trunk",)),
+    way_of("sequential"),
+    way_of("split", recompute=("trunk",)),
 ]
 
 
 @pytest.mark.parametrize(("name", "optimizer"), OPTIMIZER_OF.items())
 def test_steps_of_backbones_need_what_is_predicted(name: str, optimizer: str) -> None:
     training = training_of(name, optimizer)
-    for how in WAYS:
-        assert training.predict(how).peak_bytes == pytest.approx(measured(name, optimizer, how), rel=1e-3), (
-            how
-        )
+    for way in WAYS:
+        predicted = training.predict(*way).peak_bytes
+        assert predicted == pytest.approx(measured(name, optimizer, way), rel=1e-3), way
 
 
 @pytest.mark.parametrize("name", TRUNKS)
 def test_planned_steps_of_backbones_stay_in_their_budget(name: str) -> None:
     training = training_of(name, OPTIMIZER_OF[name])
-    whole, least = training.predict(How("summed")), training.predict(How("split", 1, ("trunk",)))
-    budget = (whole.peak_bytes + min(least.peak_bytes, whole.peak_bytes)) // 2
+    summed, least = (training.predict(*way) for way in (way_of("summed"), WAYS[-1]))
+    budget = (summed.peak_bytes + min(least.peak_bytes, summed.peak_bytes)) // 2
     report = plan_training(training, Budget(budget, 0, "cpu"))
     plan = report.recommended
     assert plan is not None
     assert plan.peak_bytes <= budget
-    assert measured(name, OPTIMIZER_OF[name], plan.how, **plan.engine_arguments()) <= 1.01 * budget
+    assert measured(name, OPTIMIZER_OF[name], Way(plan.options, plan.accumulate)) <= 1.01 * budget

@@ -284,7 +284,7 @@ def test_windows_of_encodings_padded_to_their_own_length_with_a_short_last_one_n
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)
 
     seed_everything(5)
-    results = [engine.step(window) for window in windows(loader, group=2)]
+    results = [engine.step(window) for window in windows(loader, micro_batches=2)]
 
     seed_everything(5)
     for start in (0, 2, 4):

@@ -54,7 +54,7 @@ class Graph:
 
 
 @pytest.mark.parametrize(
-    ("samples", "parts", "sizes"),
+    ("samples", "number", "sizes"),
     [
         (64, 5, [13, 13, 13, 13, 12]),
         (64, 4, [16, 16, 16, 16]),
@@ -63,17 +63,17 @@ class Graph:
         (5, 3, [2, 2, 1]),
     ],
 )
-def test_split_sizes_differ_by_at_most_one(samples: int, parts: int, sizes: list[int]) -> None:
-    assert split_sizes(samples, parts) == sizes
+def test_split_sizes_differ_by_at_most_one(samples: int, number: int, sizes: list[int]) -> None:
+    assert split_sizes(samples, number) == sizes
 
 
-@pytest.mark.parametrize("parts", [0, -1])
-def test_no_parts_are_refused(parts: int) -> None:
-    with pytest.raises(BatchError, match=f"into {parts} parts"):
-        split_batch({"x": torch.zeros(3)}, parts)
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_micro_batches_are_refused(number: int) -> None:
+    with pytest.raises(BatchError, match=f"into {number} micro-batches"):
+        split_batch({"x": torch.zeros(3)}, number)
 
 
-def test_more_parts_than_samples_are_refused_with_both_numbers() -> None:
+def test_more_micro_batches_than_samples_are_refused_with_both_numbers() -> None:
     with pytest.raises(BatchError, match="3 samples into 4 micro-batches.*at most 3"):
         split_batch({"x": torch.zeros(3, 1)}, 4)
 
@@ -125,15 +125,15 @@ def test_a_batch_that_does_not_tell_its_size_is_refused(batch: Any) -> None:
 # --- splitting --------------------------------------------------------------------------------------------
 
 
-def test_tensors_are_cut_into_views_and_lose_nothing() -> None:
-    parts = split_batch({"x": (x := torch.arange(64)), "scale": torch.tensor(2.0), "epoch": 3}, 5)
-    assert [len(part["x"]) for part in parts] == [13, 13, 13, 13, 12]
-    assert torch.equal(torch.cat([part["x"] for part in parts]), x)
-    assert all(p["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for p in parts)
-    assert all(part["scale"].item() == 2.0 and part["epoch"] == 3 for part in parts)
+def test_tensors_are_split_into_views_and_lose_nothing() -> None:
+    split = split_batch({"x": (x := torch.arange(64)), "scale": torch.tensor(2.0), "epoch": 3}, 5)
+    assert [len(piece["x"]) for piece in split] == [13, 13, 13, 13, 12]
+    assert torch.equal(torch.cat([piece["x"] for piece in split]), x)
+    assert all(p["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for p in split)
+    assert all(piece["scale"].item() == 2.0 and piece["epoch"] == 3 for piece in split)
 
 
-def test_lists_of_detection_targets_are_cut_by_sample() -> None:
+def test_lists_of_detection_targets_are_split_by_sample() -> None:
     targets = [{"boxes": torch.full((n, 4), float(n))} for n in (2, 0, 5)]
     images = [torch.zeros(3, 8, 8 + n) for n in range(3)]
 
@@ -148,10 +148,10 @@ def test_a_tuple_of_lists_is_a_tuple_of_fields() -> None:
     images, targets = [torch.zeros(3, 8, 8)] * 3, [{"boxes": torch.zeros(n, 4)} for n in (2, 5, 1)]
     first, second = split_batch((images, targets), 2)
     assert isinstance(first, tuple)
-    assert [len(part) for part in (*first, *second)] == [2, 2, 1, 1]
+    assert [len(piece) for piece in (*first, *second)] == [2, 2, 1, 1]
 
 
-def test_a_bare_tensor_is_cut() -> None:
+def test_a_bare_tensor_is_split() -> None:
     first, second = split_batch(IMAGES, 2)
     assert torch.equal(first, IMAGES[:3])
     assert torch.equal(second, IMAGES[3:])
@@ -168,26 +168,26 @@ def test_a_bare_tensor_is_cut() -> None:
     ],
     ids=["tuple", "list of fields", "named tuple", "dataclass", "user dict"],
 )
-def test_parts_have_the_type_of_the_batch(batch: Any) -> None:
-    parts = split_batch(batch, 2)
-    assert [type(part) for part in parts] == [type(batch)] * 2
+def test_micro_batches_have_the_type_of_the_batch(batch: Any) -> None:
+    split = split_batch(batch, 2)
+    assert [type(piece) for piece in split] == [type(batch)] * 2
     if isinstance(batch, Scene):
-        assert [len(part.boxes) for part in parts] == [3, 2]
-        assert parts[0].name == "train"
+        assert [len(piece.boxes) for piece in split] == [3, 2]
+        assert split[0].name == "train"
     elif isinstance(batch, Encoding):
-        assert [len(part["image"]) for part in parts] == [3, 2]
-        assert parts[1].encodings == "fast"
+        assert [len(piece["image"]) for piece in split] == [3, 2]
+        assert split[1].encodings == "fast"
         assert len(batch["image"]) == 5, "the whole batch was changed"
     else:
-        assert torch.equal(parts[1][0], IMAGES[3:])
+        assert torch.equal(split[1][0], IMAGES[3:])
 
 
-def test_a_list_of_samples_is_cut_by_sample() -> None:
+def test_a_list_of_samples_is_split_by_sample() -> None:
     samples = [{"x": torch.full((2,), float(i))} for i in range(3)]
     assert split_batch(samples, 2) == [samples[:2], samples[2:]]
 
 
-def test_a_list_of_fields_in_a_dict_is_cut_field_by_field() -> None:
+def test_a_list_of_fields_in_a_dict_is_split_field_by_field() -> None:
     first, second = split_batch({"x": torch.zeros(4, 2), "levels": [torch.zeros(4, 1), torch.ones(4, 3)]}, 2)
     assert [tuple(level.shape) for level in first["levels"]] == [(2, 1), (2, 3)]
     assert second["levels"][1].sum() == 6
@@ -197,7 +197,7 @@ def test_a_list_as_long_as_the_batch_holds_samples() -> None:
     """Also where its tensors are as long by chance: two images with two boxes each."""
     boxes = [torch.zeros(2, 4), torch.ones(2, 4)]
     first, second = split_batch({"image": torch.zeros(2, 3), "boxes": boxes}, 2)
-    assert [part["boxes"] for part in (first, second)] == [[boxes[0]], [boxes[1]]]
+    assert [piece["boxes"] for piece in (first, second)] == [[boxes[0]], [boxes[1]]]
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_an_entry_of_another_length_is_refused(entry: Any, message: str) -> None
 
 
 def test_a_type_made_known_splits_itself() -> None:
-    register_split(Graph, lambda graph, sizes: [Graph(part) for part in graph.nodes.split(sizes)])
-    parts = split_batch(Graph(torch.arange(7).reshape(7, 1)), 3)
-    assert [len(part) for part in parts] == [3, 2, 2]
+    register_split(Graph, lambda graph, sizes: [Graph(piece) for piece in graph.nodes.split(sizes)])
+    split = split_batch(Graph(torch.arange(7).reshape(7, 1)), 3)
+    assert [len(piece) for piece in split] == [3, 2, 2]
 
 
 # --- entries ----------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ PARTS = (
     "structure",
     "batch",
     "model",
+    "observe",
+    "state",
     "tasks",
     "data",
     "parallel",

@@ -31,6 +31,25 @@ CASES = {
         ["+tasks=[seg]", "batch_size=0", "trainer.log_every=-1"],
         ["batch_size", "trainer.log_every", "0", "-1"],
     ),
+    "several in the engine at once": (
+        ["+tasks=[seg]", "engine.max_grad_norm=-1", "engine.precision=fp8", "engine.chunks={seg: 0}"],
+        [
+            *("engine.max_grad_norm must be a finite number above 0, got -1", "engine.precision 'fp8'"),
+            *("Known: bf16, fp16, fp32", "engine.chunks.seg must be a whole number of at least 1, got 0"),
+        ],
+    ),
+    "options of the engine that exclude each other": (
+        ["+tasks=[seg]", "engine=sequential", "engine.chunks={seg: 2}"],
+        ["chunks belongs to schedule='split'", "'sequential'"],
+    ),
+    "unknown key of the engine": (
+        ["+tasks=[seg]", "engine.groups=[[seg,cls]]"],
+        ["'groups'", "Did you mean 'head_groups'?"],
+    ),
+    "an option of the ranks given to the engine": (
+        ["+tasks=[seg]", "+engine.comm_hook=fp16"],
+        ["key in engine:", "'comm_hook'"],
+    ),
     "pictures below 0": (["+tasks=[seg]", "trainer.pictures=-1"], ["trainer.pictures", "equal to 0", "-1"]),
     "K below 1": (["+tasks=[seg]", "accumulate=0"], ["accumulate", "greater than or equal to 1", "0"]),
     "batch size below 1": (["+tasks=[seg]", "batch_size=-3"], ["batch_size", "-3"]),

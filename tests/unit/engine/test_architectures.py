@@ -318,7 +318,7 @@ def test_a_trunk_in_inference_mode_names_the_head_that_can_not_learn_from_it(sch
 
 
 @schedules
-def test_a_part_that_is_not_called_as_a_module_is_warned_of(schedule: str) -> None:
+def test_a_segment_that_is_not_called_as_a_module_is_warned_of(schedule: str) -> None:
     model = two_heads(
         Made(lambda self, x: self.attention(x, x, x)[0], attention=nn.MultiheadAttention(3, 1)),
         line(3),
@@ -329,7 +329,7 @@ def test_a_part_that_is_not_called_as_a_module_is_warned_of(schedule: str) -> No
 
 
 @schedules
-def test_a_part_that_does_otherwise_when_it_runs_again_is_refused(schedule: str) -> None:
+def test_a_segment_that_does_otherwise_when_it_runs_again_is_refused(schedule: str) -> None:
     class Counts(nn.Module):
         """Runs its layer at odd calls only; the count is no buffer."""
 
@@ -342,6 +342,6 @@ def test_a_part_that_does_otherwise_when_it_runs_again_is_refused(schedule: str)
             return self.layer(x) if self.calls % 2 else x * 2
 
     model = two_heads(nn.Sequential(line(3, 4), Counts()), line(), line())
-    with pytest.raises(TaskError, match="a recomputed part.* did not do the same when it ran again"):
+    with pytest.raises(TaskError, match="a recomputed segment.* did not do the same when it ran again"):
         run(model, schedule, recompute=("trunk[1]",))
     assert all(parameter.grad is None for parameter in model.parameters())

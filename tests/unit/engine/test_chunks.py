@@ -1,4 +1,4 @@
-"""Chunks: a head and its loss take each micro-batch in parts."""
+"""Chunks: a head and its loss take each micro-batch in several pieces."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from mtaccum import (
     ConfigError,
     Engine,
     InplaceError,
+    LabelCounts,
     MultiTaskModel,
     Neck,
     NonfiniteError,
     Regression,
     Task,
     TaskError,
-    WindowPlan,
     register_split,
     split_batch,
 )
-from mtaccum.engine import StepResult
+from mtaccum.engine import StepResult, fit, levers
+from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.memory import measure_peak
 
 NAN, INF = float("nan"), float("inf")
@@ -62,12 +63,12 @@ def sizes_seen(module: nn.Module) -> list[int]:
 
 def assert_close_results(one: StepResult, other: StepResult) -> None:
     """Up to rounding; the counts exactly."""
-    for mine, theirs in ((one.losses, other.losses), (one.parts, other.parts)):
+    for mine, theirs in ((one.losses, other.losses), (one.loss_terms, other.loss_terms)):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
             assert value.item() == pytest.approx(theirs[name].item(), rel=1e-12)
             assert value.dtype == theirs[name].dtype
-    assert (one.counts, one.skipped, one.micro_batches) == (other.counts, other.skipped, other.micro_batches)
+    assert (one.counts, one.idle, one.micro_batches) == (other.counts, other.idle, other.micro_batches)
 
 
 # --- exactness --------------------------------------------------------------------------------------------
@@ -119,14 +120,14 @@ def test_each_label_weighs_the_same_however_unevenly_they_are_missing_l6(
         assert loss.item() == pytest.approx(whole.losses[name].item(), rel=1e-12)
 
 
-def test_losses_parts_and_counts_are_those_without_chunks() -> None:
-    class Parts(Task):
+def test_losses_terms_and_counts_are_those_without_chunks() -> None:
+    class Terms(Task):
         def loss(self, prediction: Tensor, batch: Any) -> dict[str, Tensor]:
             return {"square": prediction.square().mean(), "sum": prediction.sum(1).mean()}
 
     torch.manual_seed(0)
     tasks = {
-        "a": Parts(nn.Linear(4, 2), None),
+        "a": Terms(nn.Linear(4, 2), None),
         "b": Squared(nn.Linear(4, 2), "y"),
         "c": Squared(nn.Identity()),
     }
@@ -136,8 +137,8 @@ def test_losses_parts_and_counts_are_those_without_chunks() -> None:
     model.zero_grad()
     result = Engine(model, chunks={"a": 2, "b": 2, "c": 3}).accumulate(window)
     assert_close_results(result, whole)
-    assert set(result.parts) == {"a/square", "a/sum"}
-    assert result.skipped == {"b": "no labels"}
+    assert set(result.loss_terms) == {"a/square", "a/sum"}
+    assert result.idle == {"b": "no labels"}
     assert_close_gradients(model, joint_reference(model, window), 1e-12)
 
 
@@ -247,7 +248,7 @@ def test_an_idle_micro_batch_is_not_run_and_an_idle_task_gets_no_gradient() -> N
     engine = Engine(model, chunks={"cls": 2, "value": 2})
     result = engine.accumulate(window)
     assert seen == [2, 2]
-    assert result.skipped == {"value": "no labels"}
+    assert result.idle == {"value": "no labels"}
     assert all(parameter.grad is None for parameter in model.task("value").parameters())
     assert_close_gradients(model, joint_reference(model, window), 1e-12)
 
@@ -317,7 +318,7 @@ class OnLevels(nn.Module):
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 4])
-def test_features_are_cut_tensor_by_tensor_whatever_holds_them(samples: int) -> None:
+def test_features_are_split_tensor_by_tensor_whatever_holds_them(samples: int) -> None:
     torch.manual_seed(0)
     model = MultiTaskModel(
         Pyramid(), {"a": Squared(OnLevels()), "b": Squared(OnLevels(), weight=0.3)}, inputs="x"
@@ -414,7 +415,7 @@ class OnRagged(nn.Module):
 
 
 @pytest.mark.parametrize("inputs", ["images", lambda batch: [image * 2 for image in batch["images"]]])
-def test_inputs_in_a_list_of_one_entry_per_sample_are_cut_as_the_batch_is(inputs: Any) -> None:
+def test_inputs_in_a_list_of_one_entry_per_sample_are_split_as_the_batch_is(inputs: Any) -> None:
     torch.manual_seed(0)
     tasks = {"a": Squared(OnRagged()), "b": Squared(OnRagged())}
     model = MultiTaskModel(None, tasks, inputs=inputs).double()
@@ -426,7 +427,7 @@ def test_inputs_in_a_list_of_one_entry_per_sample_are_cut_as_the_batch_is(inputs
         assert_close_gradients(model, joint_reference(model, window), 1e-12)
 
 
-def test_a_head_on_the_inputs_and_a_node_gets_both_cut() -> None:
+def test_a_head_on_the_inputs_and_a_node_gets_both_split() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -446,7 +447,7 @@ def test_a_head_on_the_inputs_and_a_node_gets_both_cut() -> None:
     assert_close_gradients(model, joint_reference(model, window), 1e-12)
 
 
-def test_a_batch_of_a_type_of_ones_own_is_cut_by_its_own_rule() -> None:
+def test_a_batch_of_a_type_of_ones_own_is_split_by_its_own_rule() -> None:
     class Rows:
         def __init__(self, x: Tensor) -> None:
             self.x = x
@@ -454,7 +455,7 @@ def test_a_batch_of_a_type_of_ones_own_is_cut_by_its_own_rule() -> None:
         def __len__(self) -> int:
             return len(self.x)
 
-    register_split(Rows, lambda batch, sizes: [Rows(part) for part in batch.x.split(sizes)])
+    register_split(Rows, lambda batch, sizes: [Rows(rows) for rows in batch.x.split(sizes)])
     torch.manual_seed(0)
     tasks = {"a": Squared(nn.Linear(4, 2)), "b": Squared(nn.Linear(4, 2))}
     model = MultiTaskModel(nn.Linear(3, 4), tasks, inputs=lambda batch: batch.x).double()
@@ -523,9 +524,9 @@ def test_each_chunk_has_one_backward_of_its_scaled_loss() -> None:
         loss.backward()
 
     engine = Engine(model, chunks={"value": 3}, backward=backward)
-    plan = engine.plan([batch])
+    counts = engine.count_labels([batch])
     result = engine.accumulate([batch])
-    assert plan.parts["value"][0][0] == 0
+    assert counts.chunk_counts["value"][0][0] == 0
     assert len(seen) == 1 + 2 + 1
     assert sum(seen[1:-1]) == pytest.approx(0.3 * result.losses["value"].item(), rel=1e-12)
     features = model.trunk(batch["x"])[3:5]
@@ -556,8 +557,9 @@ def test_the_activations_of_a_head_fall_by_the_number_of_its_chunks(chunks: int)
     batch = {"x": torch.rand(4096, 4)}
     gradients = sum(parameter.numel() for parameter in model.parameters()) * 4
     small = 4 * batch["x"].numel() * 4  # features, their gradients
-    whole, cut = peak(model, batch) - gradients, peak(model, batch, chunks={"a": chunks}) - gradients
-    assert cut <= whole / chunks + small + 2 * gradients
+    whole = peak(model, batch) - gradients
+    chunked = peak(model, batch, chunks={"a": chunks}) - gradients
+    assert chunked <= whole / chunks + small + 2 * gradients
 
 
 # --- when something goes wrong ----------------------------------------------------------------------------
@@ -628,7 +630,7 @@ def test_a_failed_chunk_leaves_the_callers_gradients_bitwise_g7() -> None:
 
 
 @pytest.mark.parametrize("trunk", [nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Identity()])
-def test_a_head_that_writes_into_its_part_of_the_features_is_an_error(trunk: nn.Module) -> None:
+def test_a_head_that_writes_into_its_chunk_of_the_features_is_an_error(trunk: nn.Module) -> None:
     width = 4 if len(list(trunk.parameters())) else 3
     heads = {"a": nn.Sequential(nn.ReLU(inplace=True), nn.Linear(width, 2)), "b": nn.Linear(width, 2)}
     model = MultiTaskModel(trunk, {n: Squared(head) for n, head in heads.items()}, inputs="x")
@@ -714,9 +716,8 @@ def refuse(chunks: Any, *words: str, model: MultiTaskModel | None = None, **sett
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_and_all_there_are() -> None:
-    refuse(
-        {"valu": 2}, "task in groups or chunks: 'valu'", "Did you mean 'value'?", "Known: cls, other, value"
-    )
+    unknown = "task in head_groups or chunks: 'valu'"
+    refuse({"valu": 2}, unknown, "Did you mean 'value'?", "Known: cls, other, value")
     refuse({"trunk": 2}, "'trunk'", "Known: cls, other, value")
 
 
@@ -747,7 +748,7 @@ def test_a_loss_that_is_no_mean_over_labels_is_refused() -> None:
         additive = False
 
     model = MultiTaskModel(nn.Linear(3, 4), {"dice": Dice(nn.Linear(4, 2))}, inputs="x")
-    refuse({"dice": 2}, "the loss of 'dice' is not a mean over labels", "Recompute parts", model=model)
+    refuse({"dice": 2}, "the loss of 'dice' is not a mean over labels", "Recompute segments", model=model)
     Engine(model, chunks={"dice": 1})
 
 
@@ -757,7 +758,7 @@ def normed(norm: nn.Module) -> MultiTaskModel:
     return MultiTaskModel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), tasks, inputs="x").double()
 
 
-COUPLED = ("chunks: 'a' can't take its micro-batch in parts, since a.1 normalises", "freeze", "GroupNorm")
+COUPLED = ("chunks: 'a' can't take its micro-batch in chunks, since a.1 normalises", "freeze", "GroupNorm")
 
 
 @pytest.mark.parametrize("settings", [{}, {"batchnorm": "sync"}], ids=str)
@@ -813,7 +814,9 @@ def test_batch_normalisation_is_refused_too_when_a_head_learns_to_normalise_late
 @pytest.mark.parametrize(
     "extra", [lambda x: torch.zeros(2, 3), lambda x: x[:-1], lambda x: [x, (x, x.new_ones(1, 4))]]
 )
-def test_features_that_can_not_be_cut_are_refused_with_node_and_shape(extra: Callable[[Tensor], Any]) -> None:
+def test_features_that_can_not_be_split_are_refused_with_node_and_shape(
+    extra: Callable[[Tensor], Any],
+) -> None:
     class Extra(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -866,7 +869,7 @@ def test_features_that_a_chunked_head_does_not_read_need_no_samples() -> None:
     assert_close_gradients(model, joint_reference(model, window), 1e-12)
 
 
-def test_a_batch_that_can_not_be_cut_is_refused_by_task_before_any_forward() -> None:
+def test_a_batch_that_can_not_be_split_is_refused_by_task_before_any_forward() -> None:
     model, batch = plain_model(), plain_batch(5)
     passes = sizes_seen(model.trunk)
     batch["anchors"] = torch.rand(7)
@@ -909,79 +912,81 @@ def test_counts_that_add_up_to_rounding_are_fine() -> None:
 # --- counts that are known beforehand ---------------------------------------------------------------------
 
 
-def test_a_plan_holds_the_counts_of_all_chunks() -> None:
+def test_label_counts_hold_those_of_all_chunks() -> None:
     model = plain_model()
     window = [plain_batch(5), plain_batch(1, seed=2)]
     window[0]["value"][0:3] = NAN
     window[0]["value"][3, 0] = NAN
-    plan = Engine(model, chunks={"value": 2, "cls": 1}).plan(window)
-    assert plan.parts == {"value": ((0.0, 3.0), (2.0,))}
-    assert plan.counts["value"] == (3.0, 2.0)
-    assert plan.head_passes("value") == 2
-    assert plan.head_passes("cls") == 2
-    assert plan.count("value", 0, 1) == 3.0
-    assert plan.scale("value", 0, 1) == pytest.approx(0.3 * 3 / 5, rel=1e-15)
+    engine = Engine(model, chunks={"value": 2, "cls": 1})
+    labels = engine.count_labels(window)
+    assert labels.chunk_counts == {"value": ((0.0, 3.0), (2.0,))}
+    assert labels.counts["value"] == (3.0, 2.0)
+    assert labels.head_passes("value") == 2
+    assert labels.head_passes("cls") == 2
+    assert labels.count("value", 0, 1) == 3.0
+    counts = WindowCounts.agreed(labels, model, engine.ranks)
+    assert counts.scale("value", 0, 1) == pytest.approx(0.3 * 3 / 5, rel=1e-15)
 
 
-def test_a_step_with_a_plan_counts_nothing_again_and_does_the_same() -> None:
-    counts: list[str] = []
+def test_a_step_with_counts_counts_nothing_again_and_does_the_same() -> None:
+    counted: list[str] = []
 
     class Counted(Squared):
         def count(self, batch: Any) -> Any:
-            counts.append("count")
+            counted.append("count")
             return len(batch["x"])
 
     outcomes = []
-    for planned in (False, True):
+    for known in (False, True):
         torch.manual_seed(0)
         model = MultiTaskModel(nn.Linear(3, 4), {"t": Counted(nn.Linear(4, 1))}, inputs="x")
         window = [{"x": torch.linspace(0, 1, 15).reshape(5, 3)}]
         engine = Engine(model, sgd(model), chunks={"t": 2})
-        plan = engine.plan(window) if planned else None
-        counts.clear()
-        outcomes.append(engine.step(window, plan=plan).losses["t"])
-        assert len(counts) == (0 if planned else 3)
-        gradient = Engine(model, chunks={"t": 2}).accumulate(window, plan=plan).losses["t"]
-        assert len(counts) == (0 if planned else 6)
+        counts = engine.count_labels(window) if known else None
+        counted.clear()
+        outcomes.append(engine.step(window, counts=counts).losses["t"])
+        assert len(counted) == (0 if known else 3)
+        gradient = Engine(model, chunks={"t": 2}).accumulate(window, counts=counts).losses["t"]
+        assert len(counted) == (0 if known else 6)
         outcomes.append(gradient)
     assert torch.equal(outcomes[0], outcomes[2])
     assert torch.equal(outcomes[1], outcomes[3])
 
 
-def test_a_plan_of_something_else_is_refused_with_what_it_is_of() -> None:
+def test_counts_of_something_else_are_refused_with_what_they_are_of() -> None:
     model = plain_model()
     engine = Engine(model, sgd(model), chunks={"cls": 2})
     window = [plain_batch(4), plain_batch(5)]
-    plan = engine.plan(window)
+    counts = engine.count_labels(window)
     before = copy.deepcopy(model.state_dict())
 
-    def refused(window: list[Any], plan: Any, *words: str) -> None:
+    def refused(window: list[Any], counts: Any, *words: str) -> None:
         for run in (engine.step, engine.accumulate):
             with pytest.raises(ConfigError) as caught:
-                run(window, plan)
+                run(window, counts)
             assert all(word in str(caught.value) for word in words), str(caught.value)
 
-    refused(window[:1], plan, "2 micro-batches", "of 1 micro-batches", "this engine's plan(window)")
-    refused(window, {"cls": 3}, "plan must be a WindowPlan, as Engine.plan gives, got dict")
-    refused(window, WindowPlan.of(model.tasks_by_name(), window), "of which cls in chunks")
-    other = Engine(model, chunks={"cls": 2, "value": 2}).plan(window)
+    refused(window[:1], counts, "2 micro-batches", "of 1 micro-batches", "this engine's count_labels(window)")
+    refused(window, {"cls": 3}, "counts must be LabelCounts, as Engine.count_labels gives, got dict")
+    refused(window, LabelCounts.of(model.tasks_by_name(), window), "of which cls in chunks")
+    other = Engine(model, chunks={"cls": 2, "value": 2}).count_labels(window)
     refused(window, other, "of which cls, value in chunks")
     model.task("other").mode = "off"
-    refused(window, plan, "the tasks cls, other, value", "and the tasks cls, value", "switched on or off")
+    refused(window, counts, "the tasks cls, other, value", "and the tasks cls, value", "switched on or off")
     assert_equal_states(model.state_dict(), before)
     for task in model.tasks_by_name().values():
         task.mode = "off"
-    assert not engine.step(window, engine.plan(window)).stepped
-    refused(window, plan, "the tasks cls, other, value")
+    assert not engine.step(window, engine.count_labels(window)).stepped
+    refused(window, counts, "the tasks cls, other, value")
 
 
-def test_a_plan_of_a_chunked_task_that_is_off_has_no_parts() -> None:
+def test_counts_of_a_chunked_task_that_is_off_hold_no_chunks() -> None:
     model = plain_model()
     model.task("cls").mode = "off"
     engine, window = Engine(model, chunks={"cls": 2}), [plain_batch(4)]
-    plan = engine.plan(window)
-    assert plan.parts == {}
-    engine.accumulate(window, plan)
+    counts = engine.count_labels(window)
+    assert counts.chunk_counts == {}
+    engine.accumulate(window, counts)
 
 
 # --- saved tensors in the host's memory -------------------------------------------------------------------
@@ -994,7 +999,7 @@ def test_offload_is_true_or_false(offload: Any) -> None:
 
 
 def test_offload_is_refused_where_activations_lie_in_the_hosts_memory_already() -> None:
-    with pytest.raises(ConfigError, match=r"the model is on cpu\. Recompute parts instead: recompute="):
+    with pytest.raises(ConfigError, match=r"the model is on cpu\. Recompute segments instead: recompute="):
         Engine(plain_model(), offload=True)
 
 
@@ -1018,13 +1023,14 @@ def test_what_a_window_saves_is_offloaded_to_pinned_memory_until_its_backwards(
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
-    monkeypatch.setattr("mtaccum.engine.passes.save_on_cpu", in_place_of_the_card)
+    monkeypatch.setattr(levers, "save_on_cpu", in_place_of_the_card)
     model, window = plain_model(), split_batch(plain_batch(7), 2)
     engine = Engine(model)
     engine.accumulate(window)
     assert saved == []
     model.zero_grad()
-    engine._passes.offload = True
+    monkeypatch.setattr(fit, "_check_offload", lambda *_: None)
+    engine = Engine(model, offload=True)
     engine.accumulate(window)
     assert len(saved) == len(back) > 10
     assert_close_gradients(model, joint_reference(model, window), 1e-12)
@@ -1037,7 +1043,7 @@ def test_what_a_window_saves_is_offloaded_to_pinned_memory_until_its_backwards(
     [
         {},
         {"schedule": "summed"},
-        {"schedule": "sequential", "groups": [["depth", "cls"]]},
+        {"schedule": "sequential", "head_groups": [["depth", "cls"]]},
         {"chunks": {"seg": 2}, "recompute": ["fpn", "seg"]},
     ],
     ids=str,

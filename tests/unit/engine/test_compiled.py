@@ -40,8 +40,9 @@ from mtaccum import (
     Segmentation,
     TaskError,
 )
-from mtaccum.engine.compiled import units
-from mtaccum.engine.parts import find_parts
+from mtaccum.engine.compiled import compiled_modules
+from mtaccum.engine.segments import find_segments
+from mtaccum.engine.window_counts import WindowCounts
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 pytestmark = [
@@ -57,7 +58,7 @@ def _nothing_compiled_yet() -> None:
 
 
 def awkward_model() -> MultiTaskModel:
-    """The part of the tests' awkward model that PyTorch can compile: no randomness of NumPy's."""
+    """What of the tests' awkward model PyTorch can compile: no randomness of NumPy's."""
     torch.manual_seed(0)
     left = OnVector(2)
     tasks = {
@@ -138,7 +139,7 @@ def run(
         ("eager", ("trunk.conv", "trunk.norm", "fpn", "seg.conv")),
         ("aot_eager", ("trunk", "depth")),
     ],
-    ids=["eager", "eager, parts recomputed", "aot_eager, nodes recomputed"],
+    ids=["eager", "eager, segments recomputed", "aot_eager, nodes recomputed"],
 )
 @schedules
 def test_gradients_are_the_joint_ones_without_a_graph_break(
@@ -238,7 +239,7 @@ def test_each_node_is_compiled_once_for_all_windows_of_one_shape(schedule: str, 
     ("recompute", "graphs"), [(["trunk"], 3), (["trunk.layer", "trunk.norm"], 4), (["a.norm", "b"], 3)]
 )
 @schedules
-def test_recomputed_parts_are_compiled_once_too(schedule: str, recompute: list[str], graphs: int) -> None:
+def test_recomputed_segments_are_compiled_once_too(schedule: str, recompute: list[str], graphs: int) -> None:
     windows = [[batch_of(seed=step)] for step in range(3)]
     counts = count(small_model(), schedule, windows, recompute=recompute)
     assert counts == [graphs] * 3
@@ -258,7 +259,7 @@ def test_skipped_steps_and_the_search_cost_no_compilation() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:batchnorm='sync'")
-@pytest.mark.parametrize("recompute", [[], ["trunk.norm"]], ids=["a node", "a recomputed part"])
+@pytest.mark.parametrize("recompute", [[], ["trunk.norm"]], ids=["a node", "a recomputed segment"])
 @pytest.mark.parametrize("policy", ["keep", "sync"])
 def test_layers_that_sync_replaces_are_compiled_too(policy: str, recompute: list[str]) -> None:
     trunk, width = (Net(), 4) if recompute else (nn.BatchNorm1d(3), 3)
@@ -289,7 +290,7 @@ def test_a_dozen_heads_of_one_class_can_be_compiled(kind: str) -> None:
 # --- what is compiled -------------------------------------------------------------------------------------
 
 
-def parts_model() -> MultiTaskModel:
+def segments_model() -> MultiTaskModel:
     trunk = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
     tasks = {"a": Squared(nn.Linear(4, 1)), "b": Squared(nn.Sequential(nn.Linear(4, 1)), on="neck")}
     return MultiTaskModel(trunk, tasks, inputs="x", necks={"neck": Neck(nn.Linear(4, 4))})
@@ -310,26 +311,26 @@ def parts_model() -> MultiTaskModel:
     ],
     ids=" ".join,
 )
-def test_units_hold_no_recomputed_part(recompute: list[str], names: list[str]) -> None:
-    model = parts_model()
-    found = units(model, find_parts(model, recompute))
-    modules = [find_parts(model, [name])[0].module for name in names]
+def test_compiled_modules_hold_no_recomputed_segment(recompute: list[str], names: list[str]) -> None:
+    model = segments_model()
+    found = compiled_modules(model, find_segments(model, recompute))
+    modules = [find_segments(model, [name])[0].module for name in names]
     assert {id(module) for module in found} == {id(module) for module in modules}
     assert len(found) == len(modules)
 
 
-def test_a_module_that_is_two_nodes_is_one_unit() -> None:
+def test_a_module_that_is_two_nodes_is_compiled_once() -> None:
     head = nn.Linear(4, 1)
     model = MultiTaskModel(nn.Linear(4, 4), {"a": Squared(head), "b": Squared(head)}, inputs="x")
-    assert units(model, []) == [model.trunk, head]
+    assert compiled_modules(model, []) == [model.trunk, head]
 
 
 def test_a_child_that_stands_twice_is_counted_twice() -> None:
     act = nn.Tanh()
     trunk = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
     model = MultiTaskModel(trunk, {"a": Squared(nn.Linear(4, 1))}, inputs="x")
-    found = units(model, find_parts(model, ["trunk[2:4]"]))
-    assert {id(unit) for unit in found} == {id(trunk[2]), id(act), id(model.task("a").head)}
+    found = compiled_modules(model, find_segments(model, ["trunk[2:4]"]))
+    assert {id(module) for module in found} == {id(trunk[2]), id(act), id(model.task("a").head)}
 
 
 # --- the model is left as it was, and what goes wrong -----------------------------------------------------
@@ -425,7 +426,8 @@ def test_options_that_torch_does_not_take_are_refused(options: dict[str, Any], m
 @pytest.mark.parametrize("given", [{"backend": "eager"}, {"backend": "eager", "dynamic": True}, False, {}])
 def test_a_dict_is_options_and_an_empty_one_means_yes(given: Any) -> None:
     engine = Engine(small_model(), compile=given)
-    with engine._passes.compiled.running():
+    counts = WindowCounts.agreed(engine.count_labels([batch_of()]), engine.model, engine.ranks)
+    with engine._run._levers.running(counts):
         replaced = [name for name, m in engine.model.named_modules() if "forward" in vars(m)]
     assert replaced == ([] if given is False else ["trunk", "tasks.a.head", "tasks.b.head"])
 

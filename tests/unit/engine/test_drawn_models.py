@@ -1,5 +1,5 @@
-"""Drawn trees, windows, missing labels, modes, schedules, recomputed parts, groups and chunks against the
-joint double reference."""
+"""Drawn trees, windows, missing labels, modes, schedules, recomputed segments, head groups and chunks
+against the joint double reference."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ WIDTH = 5
 MISSING: tuple[float | str, ...] = (0.0, 0.0, 0.0, 0.4, 0.4, 1.0, "absent", "none")
 
 # What may be recomputed of a node: all of it, or modules in it.
-TRUNK_PARTS = ("", ".linear", ".norm")
-NECK_PARTS = ("", ".linear", ".drop")
-HEAD_PARTS = ("", ".mix", ".mix.norm", ".out")
+TRUNK_SEGMENTS = ("", ".linear", ".norm")
+NECK_SEGMENTS = ("", ".linear", ".drop")
+HEAD_SEGMENTS = ("", ".mix", ".mix.norm", ".out")
 
 
 @dataclass(frozen=True)
 class Drawn:
     """What hypothesis chose. Necks and tasks: the indices of the nodes that each is on, where node 0 is the
-    trunk, and node i + 1 the neck i; ``containers``, ``recompute`` (of a node, which of its parts) and
+    trunk, and node i + 1 the neck i; ``containers``, ``recompute`` (of a node, which of its segments) and
     ``ties`` (pairs of nodes) go by nodes, with the tasks behind the necks."""
 
     necks: list[list[int]]
@@ -50,7 +50,7 @@ class Drawn:
     trunk: bool
     trunk_learns: bool
     containers: list[str]
-    in_parts: list[bool]
+    in_terms: list[bool]
     recompute: list[tuple[int, int]]
     ties: list[tuple[int, int]]
     seed: int
@@ -142,10 +142,10 @@ class Mix(nn.Module):
         self.given, self.container = given, container
 
     def forward(self, features: Any) -> Any:
-        parts = features if len(self.given) > 1 else (features,)
+        sources = features if len(self.given) > 1 else (features,)
         tensors = []
-        for part, kind in zip(parts, self.given, strict=True):
-            x, halves = CONTAINERS[kind][1](part)
+        for source, kind in zip(sources, self.given, strict=True):
+            x, halves = CONTAINERS[kind][1](source)
             tensors.append(x + halves.repeat(1, 2)[:, :WIDTH])
         x = self.drop(self.norm(self.linear(torch.cat(tensors, dim=1)).tanh()))
         return CONTAINERS[self.container][0](x, x[:, : WIDTH // 2 + 1])
@@ -161,18 +161,18 @@ class Head(nn.Module):
 
 
 class Square(Task):
-    """Mean squared error over the targets that aren't NaN; in named parts where asked for."""
+    """Mean squared error over the targets that aren't NaN; in named terms where asked for."""
 
-    def __init__(self, head: nn.Module, target: str, in_parts: bool, **settings: Any) -> None:
+    def __init__(self, head: nn.Module, target: str, in_terms: bool, **settings: Any) -> None:
         super().__init__(head, target, **settings)
-        self.in_parts = in_parts
+        self.in_terms = in_terms
 
     def loss(self, prediction: Tensor, batch: Any) -> Any:
         target = batch[self.target]
         valid = ~target.isnan()
         errors = torch.where(valid, prediction, 0) - torch.where(valid, target, 0)
         loss = errors.square().sum() / valid.sum()
-        return {"third": loss / 3, "rest": {"rest": loss * 2 / 3, "constant": 0.5}} if self.in_parts else loss
+        return {"third": loss / 3, "rest": {"rest": loss * 2 / 3, "constant": 0.5}} if self.in_terms else loss
 
     def count(self, batch: Any) -> Tensor | int:
         target = batch.get(self.target)
@@ -196,7 +196,7 @@ def build(case: Drawn) -> MultiTaskModel:
         f"task{i}": Square(
             Head(case, given(on)),
             f"y{i}",
-            case.in_parts[i],
+            case.in_terms[i],
             weight=case.weights[i],
             on=tuple(names[n] for n in on),
             mode=case.modes[i],
@@ -231,10 +231,12 @@ def recompute_of(case: Drawn, model: MultiTaskModel) -> list[str]:
     """Names of nodes and of modules in them, as far as the model has them."""
     order = ["trunk", *(f"neck{i}" for i in range(len(case.necks))), *model.tasks]
     names = []
-    for node, part in case.recompute:
-        parts = TRUNK_PARTS if node == 0 else NECK_PARTS if node <= len(case.necks) else HEAD_PARTS
+    for node, segment in case.recompute:
+        segments = (
+            TRUNK_SEGMENTS if node == 0 else NECK_SEGMENTS if node <= len(case.necks) else HEAD_SEGMENTS
+        )
         if order[node] in model.own_modules():
-            names.append(order[node] + parts[part % len(parts)])
+            names.append(order[node] + segments[segment % len(segments)])
     return names
 
 
@@ -269,10 +271,10 @@ def test_a_window_does_what_the_joint_backward_does(case: Drawn, schedule: str) 
     st.sampled_from(["split", "split", "sequential"]),
     st.lists(st.sampled_from([1, 1, 2, 3, 0]), min_size=4, max_size=4),
 )
-def test_groups_and_chunks_do_what_the_joint_backward_does(
+def test_head_groups_and_chunks_do_what_the_joint_backward_does(
     case: Drawn, schedule: str, arranged: list[int]
 ) -> None:
-    # a 1 is for a group with the others of the same node, a larger number for so many chunks
+    # a 1 is for a head group with the others of the same node, a larger number for so many chunks
     case = replace(case, dropout=0.0)  # in another order other masks are drawn
     paths, groups, chunks = build(case).paths, {}, {}
     for index in range(len(case.tasks)):
@@ -282,7 +284,7 @@ def test_groups_and_chunks_do_what_the_joint_backward_does(
         elif choice and schedule == "split" and (case.batchnorm == "freeze" or not case.norm):
             chunks[name] = choice
     several = [group[::-1] for group in groups.values() if len(group) > 1]
-    assert_as_joint(case, schedule, groups=several, chunks=chunks)
+    assert_as_joint(case, schedule, head_groups=several, chunks=chunks)
 
 
 def assert_as_joint(case: Drawn, schedule: str, **options: Any) -> None:

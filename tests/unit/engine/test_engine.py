@@ -45,6 +45,7 @@ from mtaccum import (
     split_batch,
     windows,
 )
+from mtaccum.engine import label_counts
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 NAN = float("nan")
@@ -110,10 +111,10 @@ def _batches_of(data: dict[str, Tensor], size: int) -> Any:
         yield {key: value[start : start + size] for key, value in data.items()}
 
 
-def test_7_batches_in_groups_of_4_are_2_updates_n5() -> None:
+def test_7_batches_in_windows_of_4_are_2_updates_n5() -> None:
     model = plain_model()
     engine = Engine(model, sgd(model))
-    results = [engine.step(window) for window in windows(_batches_of(plain_batch(70), 10), group=4)]
+    results = [engine.step(window) for window in windows(_batches_of(plain_batch(70), 10), micro_batches=4)]
     assert [(result.stepped, result.micro_batches) for result in results] == [(True, 4), (True, 3)]
 
 
@@ -122,7 +123,7 @@ def test_no_gradient_leaks_into_the_next_epoch_n5() -> None:
     engine = Engine(model, sgd(model))
     for _ in range(2):
         assert no_gradients(model)
-        for window in windows(_batches_of(plain_batch(30), 2), group=8):
+        for window in windows(_batches_of(plain_batch(30), 2), micro_batches=8):
             engine.step(window)
             assert no_gradients(model)
 
@@ -147,7 +148,7 @@ def test_a_batch_of_64_has_one_gradient_whatever_k_n3_l6(
 
 def test_the_short_window_at_the_end_is_normalised_by_itself_n4() -> None:
     model = plain_model()
-    for window in windows(_batches_of(plain_batch(23), 5), group=2):
+    for window in windows(_batches_of(plain_batch(23), 5), micro_batches=2):
         model.zero_grad()
         Engine(model).accumulate(window)
         whole = {key: torch.cat([batch[key] for batch in window]) for key in window[0]}
@@ -396,7 +397,7 @@ def test_an_idle_head_stays_bitwise_as_it_was_i1(schedule: str) -> None:
 
     assert_equal_states(weights_of(model.task("value")), idle)
     assert not torch.equal(model.task("cls").head.weight, others["head.weight"])
-    assert result.skipped == {"value": "no labels"}
+    assert result.idle == {"value": "no labels"}
     assert result.counts["value"] == 0
     assert "value" not in result.losses
 
@@ -410,7 +411,7 @@ def test_all_labels_ignored_leaves_the_other_tasks_bitwise_unchanged_l1(schedule
     result = Engine(with_idle, schedule=schedule).accumulate([batch])
     Engine(without, schedule=schedule).accumulate([batch])
 
-    assert result.skipped == {"cls": "no labels"}
+    assert result.idle == {"cls": "no labels"}
     for one, two in zip(with_idle.parameters(), without.parameters(), strict=True):
         assert (one.grad is None) == (two.grad is None)
         assert one.grad is None or torch.equal(one.grad, two.grad)
@@ -429,7 +430,7 @@ def test_an_idle_task_runs_neither_its_head_nor_its_neck_l1(schedule: str) -> No
     assert passes == []
     result = Engine(model, schedule=schedule).accumulate([without, whole])
     assert passes == ["deep", "noisy"]
-    assert result.skipped == {}
+    assert result.idle == {}
 
 
 @schedules
@@ -448,8 +449,8 @@ def test_samples_labelled_for_some_tasks_equal_training_on_the_subsets_l3(schedu
     head = {name: task.head for name, task in by_hand.tasks_by_name().items()}
 
     def on_subset(name: str) -> tuple[Tensor, Tensor]:
-        part = subsets[name]
-        return head[name](by_hand.trunk(batch["x"][part])), batch[name][part]
+        rows = subsets[name]
+        return head[name](by_hand.trunk(batch["x"][rows])), batch[name][rows]
 
     prediction, target = on_subset("cls")
     F.cross_entropy(prediction, target, weight=by_hand.task("cls").class_weights).backward()
@@ -475,7 +476,7 @@ def test_what_is_not_in_the_batch_is_skipped_and_counted_l4(empty: str) -> None:
     Engine(other).accumulate([whole])
 
     assert result.micro_batches == 3
-    assert result.skipped == {}
+    assert result.idle == {}
     assert result.counts["other"] == 5
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)
@@ -491,7 +492,7 @@ def test_a_window_without_any_label_is_no_step_l4(window: list[Any]) -> None:
     before = weights_of(model)
     result = engine.step(window)
     assert not result.stepped
-    assert result.skipped == dict.fromkeys(("cls", "value", "other"), "no labels")
+    assert result.idle == dict.fromkeys(("cls", "value", "other"), "no labels")
     assert result.losses == {}
     assert_equal_states(weights_of(model), before)
 
@@ -531,15 +532,15 @@ def test_a_loss_that_goes_negative_is_fine_i4() -> None:
 # --- results ----------------------------------------------------------------------------------------------
 
 
-class InParts(Squared):
+class InTerms(Squared):
     def loss(self, prediction: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"first": prediction.mean(), "second": prediction.pow(2).mean()}
 
 
 @schedules
-def test_named_parts_are_reported_and_their_sum_is_the_loss(schedule: str) -> None:
+def test_named_terms_are_reported_and_their_sum_is_the_loss(schedule: str) -> None:
     torch.manual_seed(0)
-    model = MultiTaskModel(nn.Linear(3, 4), {"t": InParts(nn.Linear(4, 2), weight=5.0)}, inputs="x").double()
+    model = MultiTaskModel(nn.Linear(3, 4), {"t": InTerms(nn.Linear(4, 2), weight=5.0)}, inputs="x").double()
     batch = {"x": torch.rand(7, 3, dtype=torch.float64)}
     prediction = model(batch)["t"].detach()
 
@@ -548,7 +549,7 @@ def test_named_parts_are_reported_and_their_sum_is_the_loss(schedule: str) -> No
     first, second = prediction.mean().item(), prediction.pow(2).mean().item()
     assert set(result.losses) == {"t"}
     assert result.losses["t"].item() == pytest.approx(first + second, rel=1e-12)
-    assert {name: part.item() for name, part in result.parts.items()} == {
+    assert {name: term.item() for name, term in result.loss_terms.items()} == {
         "t/first": pytest.approx(first, rel=1e-12),
         "t/second": pytest.approx(second, rel=1e-12),
     }
@@ -556,9 +557,9 @@ def test_named_parts_are_reported_and_their_sum_is_the_loss(schedule: str) -> No
 
 @schedules
 def test_nothing_that_is_returned_holds_a_graph_g5(schedule: str) -> None:
-    model = MultiTaskModel(nn.Linear(3, 4), {"t": InParts(nn.Linear(4, 2))}, inputs="x")
+    model = MultiTaskModel(nn.Linear(3, 4), {"t": InTerms(nn.Linear(4, 2))}, inputs="x")
     result = Engine(model, sgd(model), schedule=schedule).step([{"x": torch.rand(7, 3)}] * 2)
-    tensors = [*result.losses.values(), *result.parts.values(), result.grad_norm]
+    tensors = [*result.losses.values(), *result.loss_terms.values(), result.grad_norm]
     assert len(tensors) == 4
     assert all(not tensor.requires_grad and tensor.dim() == 0 for tensor in tensors)
     assert result.losses["t"].untyped_storage().nbytes() <= 8, "it would keep a larger tensor alive"
@@ -607,9 +608,7 @@ def test_the_step_reads_one_flag_whatever_the_number_of_micro_batches_g5(schedul
     batch = {k: v.float() if v.is_floating_point() else v for k, v in plain_batch(6, missing=0.4).items()}
     optimizer = sgd(model)
     engine = Engine(model, optimizer, schedule=schedule, max_grad_norm=1.0)
-    from mtaccum.engine import window as window_module
-
-    real = window_module._read
+    real = label_counts._read
 
     def read(numbers: Any) -> list[float]:
         reads.append("counts")
@@ -617,7 +616,7 @@ def test_the_step_reads_one_flag_whatever_the_number_of_micro_batches_g5(schedul
             return real(numbers)
 
     with pytest.MonkeyPatch.context() as patch, Reads():
-        patch.setattr(window_module, "_read", read)
+        patch.setattr(label_counts, "_read", read)
         engine.step(split_batch(batch, 3))
     assert reads == ["counts", "flag"]
 
@@ -969,7 +968,7 @@ def test_the_engine_does_not_draw_random_numbers_of_its_own(schedule: str) -> No
 
 
 def test_what_the_optimizer_holds_beside_the_model_is_cleared_and_counted_i4() -> None:
-    """A learned weight of a loss: its gradient is the step's alone, and is part of the norm."""
+    """A learned weight of a loss: its gradient is the step's alone, and counts in the norm."""
 
     class Uncertain(Squared):
         def loss(self, prediction: Tensor, batch: Any) -> Tensor:

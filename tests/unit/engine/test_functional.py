@@ -172,11 +172,11 @@ def test_a_loss_of_weight_0_is_not_run() -> None:
     assert split_backward(model.trunk(X), {"idle": losses["idle"]}, weights={"idle": 0}) == {}
 
 
-def test_a_loss_may_be_a_dict_of_parts() -> None:
+def test_a_loss_may_be_a_dict_of_terms() -> None:
     model = net()
     losses = losses_of(model)
-    parts = {"both": lambda f: {"seg": losses["seg"](f), "depth": losses["depth"](f)}}
-    done = split_backward(model.trunk(X), parts)
+    both = {"both": lambda f: {"seg": losses["seg"](f), "depth": losses["depth"](f)}}
+    done = split_backward(model.trunk(X), both)
     assert done["both"].dim() == 0
     assert_same_gradients(model, joint({}))
 
@@ -330,9 +330,9 @@ def test_recompute_keeps_no_graph_while_the_heads_run() -> None:
     assert saved == [[None]] * len(losses), "something of the trunk was alive while a head ran"
 
 
-def test_recompute_does_not_repeat_a_trunk_run_by_parts() -> None:
-    # as backbone.forward_features(x) of timm: the module itself is not called, its parts are
-    class Parts(nn.Module):
+def test_recompute_does_not_repeat_a_trunk_run_by_its_children() -> None:
+    # as backbone.forward_features(x) of timm: the module itself is not called, its children are
+    class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(3, 5)
@@ -344,13 +344,13 @@ def test_recompute_does_not_repeat_a_trunk_run_by_parts() -> None:
     results = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        parts = Parts().double()
+        net = Net().double()
         split_backward(
-            lambda parts=parts: parts.forward_features(X),
+            lambda net=net: net.forward_features(X),
             {"a": lambda f: f.pow(3).sum()},
             recompute=recompute,
         )
-        results.append(parts)
+        results.append(net)
     assert_equal_states(gradients_of(results[0]), gradients_of(results[1]))
     assert_equal_states(dict(results[0].named_buffers()), dict(results[1].named_buffers()))
 

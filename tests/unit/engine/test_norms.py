@@ -88,7 +88,7 @@ def run(model: MultiTaskModel, window: list[Any], schedule: str, **settings: Any
 
 
 @pytest.mark.parametrize(
-    "recompute", [(), ("trunk",), ("trunk.1.norms.0", "a.0")], ids=["", "trunk", "parts"]
+    "recompute", [(), ("trunk",), ("trunk.1.norms.0", "a.0")], ids=["", "trunk", "segments"]
 )
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 @schedules
@@ -408,9 +408,9 @@ def test_a_trunk_and_a_neck_that_are_layers_themselves_are_replaced_too(schedule
 def test_layers_that_sync_replaces_may_be_recomputed_s1(schedule: str) -> None:
     one, other = awkward_model(), awkward_model()
     window = [awkward_batch(3), awkward_batch(2, seed=2)]
-    for model, policy, parts in ((one, "sync", ["trunk.norm", "fpn.norm"]), (other, "keep", [])):
+    for model, policy, recompute in ((one, "sync", ["trunk.norm", "fpn.norm"]), (other, "keep", [])):
         seed_everything(1)
-        run(model, window, schedule, batchnorm=policy, recompute=parts)
+        run(model, window, schedule, batchnorm=policy, recompute=recompute)
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a.grad, b.grad), name
     assert_equal_states(dict(one.named_buffers()), dict(other.named_buffers()))

@@ -118,7 +118,9 @@ def test_gradients_are_those_of_a_joint_backward_under_autocast(
 @devices
 @halves
 @schedules
-def test_recomputed_parts_run_again_in_the_same_precision(schedule: str, precision: str, device: str) -> None:
+def test_recomputed_segments_run_again_in_the_same_precision(
+    schedule: str, precision: str, device: str
+) -> None:
     window = [single(awkward_batch(4), device), single(awkward_batch(3, seed=2), device)]
     gradients, buffers = [], []
     for recompute in ((), ("trunk", "trunk.conv", "deep", "seg.conv", "depth.norm", "noisy.layer")):
@@ -507,11 +509,11 @@ def test_fp16_finds_its_factor_by_leaving_out_steps_a2(caplog: pytest.LogCapture
     assert "overflowed at a loss scale of 65536" in result.nonfinite
     assert [record.levelname for record in caplog.records] == ["INFO"]  # it belongs to the method
     assert_equal_states(weights_of(model), before)
-    assert (engine.steps, engine.skips.total) == (0, 1)
+    assert (engine.steps, engine.skipped_steps.total) == (0, 1)
 
     assert engine.step([batch]).stepped
     assert engine.scaler.get_scale() == 32768
-    assert (engine.steps, engine.skips.in_a_row) == (1, 0)
+    assert (engine.steps, engine.skipped_steps.in_a_row) == (1, 0)
     torch.testing.assert_close(model.task("a").head.weight, torch.zeros(1, 2))  # the gradient is 1
 
 

@@ -1,4 +1,4 @@
-"""Recompute: parts that keep no graph give the same gradients, buffers and random numbers, and take less."""
+"""Recompute: segments that keep no graph give the same gradients, buffers and random numbers for less."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
 
 # --- the same as without ----------------------------------------------------------------------------------
 
-AWKWARD_PARTS = {
+AWKWARD_SEGMENTS = {
     "the trunk": ["trunk"],
     "layers of the trunk": ["trunk.conv", "trunk.norm", "trunk.dropout"],
     "the trunk and layers of it": ["trunk", "trunk.conv", "trunk.norm"],
@@ -94,12 +94,12 @@ AWKWARD_PARTS = {
 }
 
 
-@pytest.mark.parametrize("parts", AWKWARD_PARTS.values(), ids=AWKWARD_PARTS)
+@pytest.mark.parametrize("segments", AWKWARD_SEGMENTS.values(), ids=AWKWARD_SEGMENTS)
 @schedules
-def test_an_awkward_model_is_trained_the_same_bit_for_bit_s1_s3(schedule: str, parts: list[str]) -> None:
+def test_an_awkward_model_is_trained_the_same_bit_for_bit_s1_s3(schedule: str, segments: list[str]) -> None:
     model, window = awkward_model(), [awkward_batch(3), awkward_batch(2, seed=2)]
     window[1]["cls"].fill_(-100)
-    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 @schedules
@@ -115,20 +115,20 @@ def test_gradients_are_those_of_the_joint_reference(schedule: str) -> None:
 @pytest.mark.parametrize("mode", ["frozen", "detached"])
 @pytest.mark.parametrize("task", ["seg", "depth", "cls", "noisy", "left"])
 @schedules
-def test_tasks_of_any_mode_may_have_parts_inside_b3(schedule: str, task: str, mode: str) -> None:
+def test_tasks_of_any_mode_may_have_segments_inside_b3(schedule: str, task: str, mode: str) -> None:
     model, window = awkward_model(), [awkward_batch(3), awkward_batch(2, seed=2)]
     model.task(task).mode = mode
-    parts = ["trunk.norm", "fpn", "deep", task, f"{task}.*"]
-    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    segments = ["trunk.norm", "fpn", "deep", task, f"{task}.*"]
+    assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 @pytest.mark.parametrize("node", ["trunk", "fpn", "depth"])
 @schedules
-def test_frozen_nodes_may_have_parts_inside_b4(schedule: str, node: str) -> None:
+def test_frozen_nodes_may_have_segments_inside_b4(schedule: str, node: str) -> None:
     model, window = awkward_model(), [awkward_batch(3), awkward_batch(2, seed=2)]
     model.own_modules()[node].requires_grad_(False)
-    parts = ["trunk", "trunk.conv", "fpn.norm", "depth", "depth.norm"]
-    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    segments = ["trunk", "trunk.conv", "fpn.norm", "depth", "depth.norm"]
+    assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 class Noise(nn.Module):
@@ -166,7 +166,7 @@ def blocks_model() -> MultiTaskModel:
     return MultiTaskModel(trunk, {n: Squared(h) for n, h in heads.items()}, inputs="x").double()
 
 
-BLOCK_PARTS = {
+BLOCK_SEGMENTS = {
     "a run": ["trunk[0:2]"],
     "two runs": ["trunk.1[0:2]", "trunk.1[2:4]"],
     "single children": ["trunk[0]", "trunk[-1]", "trunk.1[1]"],
@@ -180,12 +180,12 @@ BLOCK_PARTS = {
 }
 
 
-@pytest.mark.parametrize("parts", BLOCK_PARTS.values(), ids=BLOCK_PARTS)
+@pytest.mark.parametrize("segments", BLOCK_SEGMENTS.values(), ids=BLOCK_SEGMENTS)
 @schedules
-def test_runs_of_children_are_trained_the_same_bit_for_bit_s1_s3(schedule: str, parts: list[str]) -> None:
+def test_runs_of_children_are_trained_the_same_bit_for_bit_s1_s3(schedule: str, segments: list[str]) -> None:
     window = [{"x": torch.randn(n, 3, dtype=torch.float64)} for n in (4, 3)]
     model = blocks_model()
-    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 @schedules
@@ -197,8 +197,8 @@ def test_a_child_that_stands_twice_in_a_sequential_runs_twice(schedule: str) -> 
     model = MultiTaskModel(trunk, tasks, inputs="x").double()
     window = [{"x": torch.randn(4, 3, dtype=torch.float64)}]
     without = outcome(model, window, schedule)
-    for parts in (["trunk[0:2]"], ["trunk[3:5]"], ["trunk[1:4]"], ["trunk[:]"], ["trunk[0]", "trunk[4]"]):
-        assert_same(outcome(model, window, schedule, parts), without)
+    for segments in (["trunk[0:2]"], ["trunk[3:5]"], ["trunk[1:4]"], ["trunk[:]"], ["trunk[0]", "trunk[4]"]):
+        assert_same(outcome(model, window, schedule, segments), without)
 
 
 @dataclass
@@ -285,14 +285,14 @@ class Attending(nn.Module):
 
 
 @schedules
-def test_one_tensor_in_several_places_is_one_when_a_part_runs_again(schedule: str) -> None:
+def test_one_tensor_in_several_places_is_one_when_a_segment_runs_again(schedule: str) -> None:
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(4, 4), Attending())
     heads = {name: Squared(nn.Linear(4, 1), target=None) for name in ("a", "b")}
     model = MultiTaskModel(trunk, heads, inputs="x").double()
     window = [{"x": torch.randn(2, 3, 4, dtype=torch.float64)}]
-    parts = ["trunk.1.attention"]
-    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    segments = ["trunk.1.attention"]
+    assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 @schedules
@@ -309,8 +309,8 @@ def test_a_node_with_several_named_inputs_may_be_recomputed(schedule: str) -> No
     tasks = {"a": Squared(nn.Linear(3, 1)), "b": Squared(nn.Linear(3, 2))}
     model = MultiTaskModel(Two(), tasks, inputs=["ids", "mask"]).double()
     window = [{"ids": torch.tensor([1, 2, 4]), "mask": torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)}]
-    for parts in (["trunk"], ["trunk.words", "trunk.layer"]):
-        assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    for segments in (["trunk"], ["trunk.words", "trunk.layer"]):
+        assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 @schedules
@@ -321,27 +321,29 @@ def test_the_first_layer_learns_though_its_input_needs_no_gradient_b5(schedule: 
     batch = {"x": torch.rand(5, 3, dtype=torch.float64)}
     reference = joint_reference(model, [batch])
     assert reference.gradients["trunk.0.weight"].norm() > 0
-    for parts in (["trunk"], ["trunk.0"], ["trunk[0:2]"]):
+    for segments in (["trunk"], ["trunk.0"], ["trunk[0:2]"]):
         model.zero_grad()
-        Engine(model, schedule=schedule, recompute=parts).accumulate([batch])
+        Engine(model, schedule=schedule, recompute=segments).accumulate([batch])
         assert_close_gradients(model, reference, 1e-12)
 
 
-@pytest.mark.parametrize("parts", [["a.0"], ["b.0"], ["a", "b"], ["a.0", "a.1", "b"]], ids=" ".join)
+@pytest.mark.parametrize("segments", [["a.0"], ["b.0"], ["a", "b"], ["a.0", "a.1", "b"]], ids=" ".join)
 @pytest.mark.parametrize("mode", ["train", "frozen", "detached"])
 @schedules
-def test_a_module_that_two_heads_share_may_be_a_part_b3(schedule: str, mode: str, parts: list[str]) -> None:
+def test_a_module_that_two_heads_share_may_be_a_segment_b3(
+    schedule: str, mode: str, segments: list[str]
+) -> None:
     torch.manual_seed(0)
     shared = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
     heads = {name: nn.Sequential(shared, nn.Linear(4, 2)) for name in "ab"}
     tasks = {"a": Squared(heads["a"], mode=mode), "b": Squared(heads["b"])}
     model = MultiTaskModel(nn.Linear(3, 4), tasks, inputs="x").double()
     window = [{"x": torch.randn(n, 3, dtype=torch.float64)} for n in (4, 3)]
-    assert_same(outcome(model, window, schedule, parts), outcome(model, window, schedule))
+    assert_same(outcome(model, window, schedule, segments), outcome(model, window, schedule))
 
 
 @schedules
-def test_hooks_on_a_part_stay_in_force(schedule: str) -> None:
+def test_hooks_on_a_segment_stay_in_force(schedule: str) -> None:
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)))
     trunk[1].register_forward_pre_hook(lambda _, args: args[0] * 2)
@@ -349,8 +351,8 @@ def test_hooks_on_a_part_stay_in_force(schedule: str) -> None:
     model = MultiTaskModel(trunk, {"a": Squared(nn.Linear(4, 1))}, inputs="x").double()
     window = [{"x": torch.rand(4, 3, dtype=torch.float64)}]
     without = outcome(model, window, schedule)
-    for parts in (["trunk.1"], ["trunk"], ["trunk[1]"]):
-        assert_same(outcome(model, window, schedule, parts), without)
+    for segments in (["trunk.1"], ["trunk"], ["trunk[1]"]):
+        assert_same(outcome(model, window, schedule, segments), without)
     trunk[1]._forward_hooks.clear()
     assert not torch.equal(outcome(model, window, schedule).losses["a"], without.losses["a"])
 
@@ -368,18 +370,18 @@ def test_weights_that_hooks_make_are_made_again_s1(schedule: str) -> None:
     window = [{"x": torch.rand(n, 3, dtype=torch.float64)} for n in (4, 3)]
     seed_everything(3)
     without = run_of(model, window, schedule, [])
-    for parts in (["trunk.0", "trunk.2", "a"], ["trunk"], ["trunk[0:3]"]):
-        one = run_of(model, window, schedule, parts)
+    for segments in (["trunk.0", "trunk.2", "a"], ["trunk"], ["trunk[0:3]"]):
+        one = run_of(model, window, schedule, segments)
         assert_equal_states(one[0], without[0])
         assert_equal_states(one[1], without[1])
 
 
 def run_of(
-    model: MultiTaskModel, window: list[Any], schedule: str, parts: list[str]
+    model: MultiTaskModel, window: list[Any], schedule: str, segments: list[str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gradients and buffers of a window, on a model that can't be copied, which is left as it was."""
     before = copy.deepcopy(model.state_dict())
-    Engine(model, schedule=schedule, recompute=parts).accumulate(window)
+    Engine(model, schedule=schedule, recompute=segments).accumulate(window)
     gradients, buffers = gradients_of(model), {n: b.clone() for n, b in model.named_buffers()}
     model.load_state_dict(before)
     model.zero_grad()
@@ -393,8 +395,8 @@ def test_randomness_that_an_operation_fills_in_late_is_replayed_s3(schedule: str
     trunk = nn.Sequential(nn.Linear(3, 4), nn.RReLU(), nn.Linear(4, 4), nn.RReLU())
     tasks = {"a": Squared(nn.Linear(4, 2)), "b": Squared(nn.Sequential(nn.Linear(4, 2), nn.RReLU()))}
     model = MultiTaskModel(trunk, tasks, inputs="x").double()
-    for parts in (["trunk"], ["trunk[0:2]", "trunk[2:4]"], ["trunk.1", "trunk.3", "b"]):
-        assert_same(outcome(model, [X], schedule, parts), outcome(model, [X], schedule))
+    for segments in (["trunk"], ["trunk[0:2]", "trunk[2:4]"], ["trunk.1", "trunk.3", "b"]):
+        assert_same(outcome(model, [X], schedule, segments), outcome(model, [X], schedule))
 
 
 @schedules
@@ -417,16 +419,16 @@ def test_a_recomputed_dropout_drops_the_same_and_draws_nothing_s3(schedule: str)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("parts", [["trunk"], ["trunk[1:4]", "a"], ["trunk", "trunk.2"]], ids=" ".join)
+@pytest.mark.parametrize("segments", [["trunk"], ["trunk[1:4]", "a"], ["trunk", "trunk.2"]], ids=" ".join)
 @schedules
-def test_what_a_gpu_draws_is_drawn_again_s3(schedule: str, parts: list[str]) -> None:
+def test_what_a_gpu_draws_is_drawn_again_s3(schedule: str, segments: list[str]) -> None:
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Tanh())
     heads = {name: nn.Sequential(nn.Dropout(0.3), nn.Linear(64, 2)) for name in "ab"}
     model = MultiTaskModel(trunk, {n: Squared(h) for n, h in heads.items()}, inputs="x").double().cuda()
     window = [{"x": torch.randn(n, 3, dtype=torch.float64)} for n in (8, 5)]
     results, states = [], []
-    for recompute in ([], parts):
+    for recompute in ([], segments):
         results.append(outcome(model, window, schedule, recompute))
         states.append(torch.cuda.get_rng_state())
     for name, gradient in results[0].gradients.items():
@@ -450,11 +452,15 @@ def test_running_statistics_move_once_per_pass_s1(schedule: str) -> None:
 @schedules
 def test_a_training_with_recompute_is_the_training_without(schedule: str) -> None:
     states = []
-    for parts in ((), ("trunk", "trunk.conv", "fpn", "depth.norm", "noisy")):
+    for segments in ((), ("trunk", "trunk.conv", "fpn", "depth.norm", "noisy")):
         model = awkward_model()
         seed_everything(5)
         engine = Engine(
-            model, torch.optim.Adam(model.parameters()), schedule=schedule, recompute=parts, max_grad_norm=1.0
+            model,
+            torch.optim.Adam(model.parameters()),
+            schedule=schedule,
+            recompute=segments,
+            max_grad_norm=1.0,
         )
         for step in range(3):
             engine.step([awkward_batch(3, seed=step), awkward_batch(2, seed=step + 9)])
@@ -473,21 +479,21 @@ class Double(nn.Module):
 
 
 class Writes(nn.Module):
-    """A part, and something that is written into in place."""
+    """A segment, and something that is written into in place."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
         self.first = nn.Linear(3, 4)
         start = nn.ReLU(inplace=True) if where == "inside" else Double()
-        self.part = nn.Sequential(start, nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+        self.segment = nn.Sequential(start, nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         if self.where == "before":
             x.relu_()
         given = {"a copy": x.clone(), "after, by a view": x[:], "after, in a list": [x]}.get(self.where, x)
-        y = self.part(given)
+        y = self.segment(given)
         if self.where.startswith("after") or self.where == "a copy":
             x.add_(1)
         if self.where == "output":
@@ -506,36 +512,36 @@ X = {"x": torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().man
 
 @pytest.mark.parametrize("where", ["before", "output", "a copy"])
 @schedules
-def test_writing_into_what_is_no_input_of_a_part_is_fine(schedule: str, where: str) -> None:
+def test_writing_into_what_is_no_input_of_a_segment_is_fine(schedule: str, where: str) -> None:
     model = writes_model(where)
-    assert_same(outcome(model, [X], schedule, ["trunk.part"]), outcome(model, [X], schedule))
+    assert_same(outcome(model, [X], schedule, ["trunk.segment"]), outcome(model, [X], schedule))
 
 
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("inside", r"'trunk\.part' writes in place into its inputs, so it can't be run again"),
-        ("after", r"'trunk\.part' has inputs that were written into after it ran, so it can't be run"),
-        ("after, by a view", r"'trunk\.part' has inputs that were written into after"),
-        ("after, in a list", r"'trunk\.part' has inputs that were written into after"),
+        ("inside", r"'trunk\.segment' writes in place into its inputs, so it can't be run again"),
+        ("after", r"'trunk\.segment' has inputs that were written into after it ran, so it can't be run"),
+        ("after, by a view", r"'trunk\.segment' has inputs that were written into after"),
+        ("after, in a list", r"'trunk\.segment' has inputs that were written into after"),
     ],
     ids=["inside", "after", "after, by a view", "after, in a list"],
 )
 @schedules
-def test_writing_into_the_input_of_a_part_names_it_and_leaves_nothing_b2(
+def test_writing_into_the_input_of_a_segment_names_it_and_leaves_nothing_b2(
     schedule: str, where: str, message: str
 ) -> None:
     model = writes_model(where)
     engine = Engine(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule, recompute=["trunk.part"]
+        model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=schedule, recompute=["trunk.segment"]
     )
     before, attributes = copy.deepcopy(model.state_dict()), attributes_of(model)
-    with pytest.raises(InplaceError, match=rf"{message}.*larger part.*nn\.ReLU\(\)"):
+    with pytest.raises(InplaceError, match=rf"{message}.*larger segment.*nn\.ReLU\(\)"):
         engine.step([X, X])
     assert_equal_states(model.state_dict(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert attributes_of(model) == attributes
-    # without, or in a larger part, it is fine
+    # without, or in a larger segment, it is fine
     assert_same(outcome(model, [X], schedule, ["trunk"]), outcome(model, [X], schedule))
 
 
@@ -563,7 +569,7 @@ def test_a_head_that_writes_into_the_features_is_named_whatever_is_recomputed_b2
 
 
 @schedules
-def test_a_part_that_does_something_else_when_it_runs_again_is_an_error(schedule: str) -> None:
+def test_a_segment_that_does_something_else_when_it_runs_again_is_an_error(schedule: str) -> None:
     class Counts(nn.Module):
         """State that is no buffer."""
 
@@ -579,12 +585,12 @@ def test_a_part_that_does_something_else_when_it_runs_again_is_an_error(schedule
 
     tasks = {"a": Squared(nn.Linear(3, 1)), "b": Squared(nn.Linear(3, 1), mode="off")}
     model = MultiTaskModel(Counts(), tasks, inputs="x")
-    with pytest.raises(TaskError, match=r"did not do the same when it ran again.*Recompute another part"):
+    with pytest.raises(TaskError, match=r"did not do the same when it ran again.*Recompute another segment"):
         Engine(model, schedule=schedule, recompute=["trunk"]).accumulate([{"x": torch.rand(4, 3)}])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# --- parts that aren't called -----------------------------------------------------------------------------
+# --- segments that aren't called --------------------------------------------------------------------------
 
 
 class Attends(nn.Module):
@@ -601,7 +607,7 @@ class Attends(nn.Module):
 
 @pytest.mark.filterwarnings("default:recompute")
 @schedules
-def test_a_part_that_is_not_called_is_warned_of_once(schedule: str) -> None:
+def test_a_segment_that_is_not_called_is_warned_of_once(schedule: str) -> None:
     tasks = {"a": Squared(nn.Linear(4, 1), "a"), "b": Squared(Attends(), "b")}
     model = MultiTaskModel(Attends(), tasks, inputs="x")
     names = ["trunk.attention", "trunk.attention.out_proj", "trunk.spare", "b.spare", "a"]
@@ -630,7 +636,7 @@ def test_the_warning_points_to_the_line_that_calls_the_engine() -> None:
 
 
 @schedules
-def test_a_part_without_a_graph_did_run_all_the_same(schedule: str) -> None:
+def test_a_segment_without_a_graph_did_run_all_the_same(schedule: str) -> None:
     # a trunk that only a detached task reads has no graph, and nothing to recompute
     tasks = {"a": Squared(nn.Linear(4, 1), mode="detached")}
     model = MultiTaskModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), tasks, inputs="x")
@@ -695,7 +701,7 @@ class Compilable(nn.Module):
 
 
 @schedules
-def test_a_module_that_its_owner_compiled_may_be_a_part_and_stays_compiled(schedule: str) -> None:
+def test_a_module_that_its_owner_compiled_may_be_a_segment_and_stays_compiled(schedule: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(3, 4), Compilable())
@@ -729,8 +735,10 @@ def test_a_failed_window_leaves_the_next_one_clean_g7() -> None:
     model = MultiTaskModel(nn.Sequential(nn.Linear(3, 4), Block()), tasks, inputs="x").double()
     clean = copy.deepcopy(model)
     clean.task("b").head.broken = False
-    parts = ["trunk", "trunk[0:2]", "a.0", "b"]
-    one, other = (Engine(m, torch.optim.SGD(m.parameters(), lr=0.1), recompute=parts) for m in (model, clean))
+    segments = ["trunk", "trunk[0:2]", "a.0", "b"]
+    one, other = (
+        Engine(m, torch.optim.SGD(m.parameters(), lr=0.1), recompute=segments) for m in (model, clean)
+    )
     seed_everything(1)
     random.seed(1)
     with pytest.raises(TaskError, match="broken"):
@@ -759,7 +767,7 @@ def test_a_recomputed_function_runs_once_more_for_its_backward_and_only_then() -
     torch.testing.assert_close(layer.bias.grad, layer(torch.ones(2)).exp())
 
 
-def test_several_backwards_through_one_part_run_it_for_each() -> None:
+def test_several_backwards_through_one_segment_run_it_for_each() -> None:
     layer = nn.Linear(2, 2).double()
     x = torch.rand(3, 2, dtype=torch.float64)
     run = recomputed(lambda x: layer(x).exp(), layer, "mine")
@@ -810,10 +818,12 @@ def watched_model(
 
 @pytest.mark.usefixtures("_without_garbage_collection")
 @pytest.mark.parametrize(
-    "parts", [["trunk"], ["trunk[:]"], ["trunk", "trunk.0[:2]", "trunk.0.3"]], ids=" ".join
+    "segments", [["trunk"], ["trunk[:]"], ["trunk", "trunk.0[:2]", "trunk.0.3"]], ids=" ".join
 )
 @pytest.mark.parametrize("schedule", ["sequential", "split"])
-def test_with_the_trunk_recomputed_one_graph_is_alive_at_a_time_g2(schedule: str, parts: list[str]) -> None:
+def test_with_the_trunk_recomputed_one_graph_is_alive_at_a_time_g2(
+    schedule: str, segments: list[str]
+) -> None:
     alive: list[tuple[str, weakref.ref[Any]]] = []
     model = watched_model(alive)
     seen: list[tuple[str, set[str]]] = []
@@ -828,7 +838,7 @@ def test_with_the_trunk_recomputed_one_graph_is_alive_at_a_time_g2(schedule: str
             lambda _, t=task: seen.append((f"{t} last", graphs()))
         )
     model.trunk[0][-1].layer.weight.register_hook(lambda _: seen.append(("trunk", graphs())))
-    Engine(model, schedule=schedule, recompute=parts).accumulate([{"x": torch.rand(4, 8)}])
+    Engine(model, schedule=schedule, recompute=segments).accumulate([{"x": torch.rand(4, 8)}])
 
     heads = [entry for entry in seen if entry[0] != "trunk"]
     assert [name for name, _ in heads] == ["a first", "a last", "b first", "b last"]
@@ -870,9 +880,9 @@ def stack_of(depth: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)))
 
 
-def peak(model: MultiTaskModel, schedule: str, parts: Sequence[str]) -> int:
+def peak(model: MultiTaskModel, schedule: str, segments: Sequence[str]) -> int:
     """Activation bytes of a window, its gradients included."""
-    engine = Engine(model, schedule=schedule, recompute=parts)
+    engine = Engine(model, schedule=schedule, recompute=segments)
     window = [{"x": torch.rand(SAMPLES, WIDTH)}]
     measure_peak(lambda: engine.accumulate(window))  # the first time, PyTorch imports parts of itself
     gc.collect()
@@ -913,7 +923,7 @@ def test_nothing_that_ran_is_kept_after_a_window_g5(schedule: str) -> None:
     model = watched_model(alive)
     engine = Engine(model, schedule=schedule, recompute=["trunk", "trunk.0[2:4]", "a.0.1", "b"])
     engine.accumulate([{"x": torch.rand(4, 8)}] * 2)
-    assert len(alive) >= 2 * (12 + 4 + 2 + 1 + 4), "parts ran, and ran again"
+    assert len(alive) >= 2 * (12 + 4 + 2 + 1 + 4), "segments ran, and ran again"
     assert [name for name, ref in alive if ref() is not None] == []
 
 
@@ -921,7 +931,7 @@ Alive = list[tuple[str, weakref.ref[Any]]]
 
 
 def kept_between_micro_batches(
-    alive: Alive, trunk: nn.Module, tasks: dict[str, Any], labels: str, schedule: str, parts: list[str]
+    alive: Alive, trunk: nn.Module, tasks: dict[str, Any], labels: str, schedule: str, segments: list[str]
 ) -> list[int]:
     """How many results of ``Watched`` are alive as each of four micro-batches begins."""
     seen: list[int] = []
@@ -932,7 +942,7 @@ def kept_between_micro_batches(
 
     model = MultiTaskModel(trunk, tasks, inputs=inputs)
     batch = {"x": torch.rand(4, 8), **{task: torch.ones(4) for task in labels}}
-    Engine(model, schedule=schedule, recompute=parts).accumulate([batch] * 4)
+    Engine(model, schedule=schedule, recompute=segments).accumulate([batch] * 4)
     return seen
 
 
@@ -950,14 +960,14 @@ def test_nothing_is_kept_from_one_micro_batch_to_the_next_g4(schedule: str, call
     kind = Squared if calls == "the head" else Layers
     tasks = {name: kind(nn.Sequential(*(Watched(8, alive, name) for _ in range(2)))) for name in "ab"}
     trunk = nn.Sequential(*(Watched(8, alive, "trunk") for _ in range(3)))
-    parts = ["trunk", "trunk.1", "a.1", "b.0", "b.1"]
-    assert kept_between_micro_batches(alive, trunk, tasks, "ab", schedule, parts) == [0, 0, 0, 0]
+    segments = ["trunk", "trunk.1", "a.1", "b.0", "b.1"]
+    assert kept_between_micro_batches(alive, trunk, tasks, "ab", schedule, segments) == [0, 0, 0, 0]
 
 
 @pytest.mark.usefixtures("_without_garbage_collection")
 @pytest.mark.parametrize("labels", ["b", "ab"])
 @schedules
-def test_a_part_that_nodes_share_keeps_nothing_though_one_of_them_is_idle_g4(
+def test_a_segment_that_nodes_share_keeps_nothing_though_one_of_them_is_idle_g4(
     schedule: str, labels: str
 ) -> None:
     alive: Alive = []

@@ -266,7 +266,7 @@ def test_after_each_task_nothing_at_all_is_alive_in_sequential_g2() -> None:
             seen.append(alive())
             loss.backward()
 
-        # as the next task starts: parts of a graph that a backward doesn't reach die with the features
+        # as the next task starts: what a backward doesn't reach of a graph dies with the features
         model.trunk.register_forward_pre_hook(lambda *_: left.append(alive()))
         Engine(model, schedule="sequential", backward=backward).accumulate([awkward_batch(3)])
         left.append(alive())

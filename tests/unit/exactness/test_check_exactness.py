@@ -27,10 +27,10 @@ from mtaccum import (
     check_exactness,
     split_batch,
 )
-from mtaccum.engine.stages import observing
 from mtaccum.exactness import ExactnessReport, Finding
 from mtaccum.exactness.doubles import copy_of
 from mtaccum.exactness.reference import compare
+from mtaccum.observe import observing
 
 SCHEDULES = ("summed", "sequential", "split")
 
@@ -99,7 +99,7 @@ def test_single_precision_weights_and_batches_are_compared_in_double(schedule: s
     assert report.samples == [4, 4, 4]
 
 
-def test_modes_weights_and_frozen_parts_are_those_of_the_model() -> None:
+def test_modes_weights_and_frozen_modules_are_those_of_the_model() -> None:
     model = awkward_model()
     model.task("seg").mode, model.task("depth").mode, model.task("left").mode = "frozen", "detached", "off"
     model.necks["fpn"].requires_grad_(False)
@@ -146,11 +146,11 @@ def test_a_copy_keeps_what_is_shared_and_widens_plain_tensors() -> None:
     model.trunk.norm.register_buffer("shared", torch.ones(2))
     model.necks["fpn"].register_buffer("shared", model.trunk.norm.shared)
     model.trunk.plain = torch.full((2,), 0.1)
-    twin = copy_of(model, torch.device("cpu"), double=True)
-    assert twin.trunk.norm.shared is twin.necks["fpn"].shared
-    assert twin.task("left").head.layer.weight is twin.task("right").head.layer.weight
-    assert twin.trunk.plain.dtype == torch.float64
-    assert twin.trunk.norm.num_batches_tracked.dtype == torch.int64
+    copied = copy_of(model, torch.device("cpu"), double=True)
+    assert copied.trunk.norm.shared is copied.necks["fpn"].shared
+    assert copied.task("left").head.layer.weight is copied.task("right").head.layer.weight
+    assert copied.trunk.plain.dtype == torch.float64
+    assert copied.trunk.norm.num_batches_tracked.dtype == torch.int64
     assert model.trunk.plain.dtype == torch.float32
 
 
@@ -217,8 +217,8 @@ def test_a_parameter_that_no_task_reaches_is_named_b5() -> None:
     model.trunk.register_parameter("lost", nn.Parameter(torch.ones(3)))
     model.task("bad").head.register_parameter("also", nn.Parameter(torch.ones(3)))
     found = faults(check_exactness(model, [batch()]))
-    assert set(found) == {"orphan parameters"}
-    assert found["orphan parameters"].where == "trunk.lost, tasks.bad.head.also"
+    assert set(found) == {"unreached parameters"}
+    assert found["unreached parameters"].where == "trunk.lost, tasks.bad.head.also"
 
 
 def test_a_parameter_that_the_optimizer_lacks_is_named() -> None:
@@ -334,27 +334,27 @@ def three(**heads: nn.Module) -> MultiTaskModel:
 @pytest.mark.parametrize("schedule", ["sequential", "split"])
 def test_the_graphs_of_a_group_are_no_fault_and_one_that_is_kept_longer_is(schedule: str) -> None:
     groups = [["a", "b"]]
-    report = check_exactness(three(), [batch()], schedule=schedule, groups=groups)
+    report = check_exactness(three(), [batch()], schedule=schedule, head_groups=groups)
     assert report.exact, report
     assert {name: heads for name, (heads, _) in report.alive.items()} == dict.fromkeys(["trunk", *"abc"], 0)
 
-    report = check_exactness(three(a=Keeping()), [batch()], schedule=schedule, groups=groups)
+    report = check_exactness(three(a=Keeping()), [batch()], schedule=schedule, head_groups=groups)
     assert [f.where for f in report.findings if f.kind == "graphs alive" and "c" in f.where] == ["c"]
     assert report.alive["b"][0] == 0
 
 
-# --- groups and chunks ------------------------------------------------------------------------------------
+# --- head groups and chunks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "split"])
 @pytest.mark.parametrize("sizes", [[6], [4, 2]], ids=str)
-def test_an_awkward_model_in_groups_is_exact(sizes: list[int], schedule: str) -> None:
+def test_an_awkward_model_in_head_groups_is_exact(sizes: list[int], schedule: str) -> None:
     groups, window = [["cls", "depth"], ["left", "right"], ["seg", "bare"]], list(map(awkward_batch, sizes))
     report = check_exactness(
         awkward_model(),
         window,
         schedule=schedule,
-        groups=groups,
+        head_groups=groups,
         batchnorm="freeze",
         recompute=["trunk", "seg"],
     )
@@ -364,7 +364,7 @@ def test_an_awkward_model_in_groups_is_exact(sizes: list[int], schedule: str) ->
 
 def test_a_group_that_changes_the_order_of_heads_that_draw_is_exact() -> None:
     heads = {name: nn.Sequential(nn.Dropout(0.4), nn.Linear(6, 2)) for name in "abc"}
-    report = check_exactness(three(**heads), [batch()], groups=[["a", "c"]])
+    report = check_exactness(three(**heads), [batch()], head_groups=[["a", "c"]])
     assert report.exact, report
     assert "randomness" not in notes(report)
 
@@ -396,10 +396,10 @@ class Stages:
     def cut(self, leaves: Sequence[Tensor]) -> None: ...
 
 
-def test_heads_do_run_in_these_groups_and_chunks() -> None:
+def test_heads_do_run_in_these_head_groups_and_chunks() -> None:
     for settings, backwards in (
         ({}, ["a", "b", "c"]),
-        ({"groups": [["a", "b"]]}, ["a+b", "c"]),
+        ({"head_groups": [["a", "b"]]}, ["a+b", "c"]),
         ({"chunks": {"b": 3}}, ["a", "b", "b", "b", "c"]),
     ):
         stages = Stages()
@@ -469,10 +469,10 @@ def test_a_count_that_does_not_add_up_over_chunks_is_a_fault() -> None:
     assert "for its chunks together" in found["failure"].message
 
 
-def test_groups_and_chunks_that_are_not_valid_are_errors() -> None:
+def test_head_groups_and_chunks_that_are_not_valid_are_errors() -> None:
     for settings, message in (
-        ({"groups": [["a"]]}, "it takes two tasks or more"),
-        ({"groups": [["a", "b"]], "schedule": "summed"}, "no effect with schedule='summed'"),
+        ({"head_groups": [["a"]]}, "it takes two tasks or more"),
+        ({"head_groups": [["a", "b"]], "schedule": "summed"}, "no effect with schedule='summed'"),
         ({"chunks": {"d": 2}}, "Known: a, b, c"),
         ({"chunks": {"a": 2}, "schedule": "sequential"}, "belongs to schedule='split'"),
     ):
@@ -597,7 +597,7 @@ def test_idle_tasks_are_said_not_to_be_checked() -> None:
     report = check_exactness(model, [unlabelled])
     assert report.exact, report
     assert notes(report)["labels"].where == "good"
-    assert "orphan parameters" not in faults(report)
+    assert "unreached parameters" not in faults(report)
     nothing = check_exactness(make(), [unlabelled])
     assert faults(nothing)["labels"].where == "window"
 

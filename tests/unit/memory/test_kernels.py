@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Way, way_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtaccum import Engine, MultiTaskModel, Regression, Segmentation, split_batch
-from mtaccum.memory import FakeTraining, How, measure_step
+from mtaccum.memory import FakeTraining, measure_step
 from mtaccum.memory.kernels import _LAYOUTS, CpuKernels
 
 CHANNELS = 8
@@ -115,8 +116,10 @@ class Folding(nn.Module):
         return F.fold(self.conv(x).flatten(2), (8, 8), 3, padding=1)
 
 
-@pytest.mark.parametrize("way", [How("summed"), How("split", 2), How("split", 1, ("trunk",))], ids=str)
-def test_a_model_in_channels_last_needs_what_is_predicted(way: How) -> None:
+@pytest.mark.parametrize(
+    "way", [way_of("summed"), way_of("split", 2), way_of("split", recompute=("trunk",))], ids=str
+)
+def test_a_model_in_channels_last_needs_what_is_predicted(way: Way) -> None:
     def build() -> MultiTaskModel:
         blocks = [Mixing(3, nn.GroupNorm(4, 8)), Mixing(8, nn.BatchNorm2d(8)), Folding()]
         trunk = nn.Sequential(*blocks).to(memory_format=torch.channels_last)
@@ -135,6 +138,6 @@ def test_a_model_in_channels_last_needs_what_is_predicted(way: How) -> None:
         "depth": torch.rand(4, 1, 8, 8),
     }
     model = build()
-    engine = Engine(model, sgd(model), schedule=way.schedule, recompute=way.recompute)
+    engine = Engine(model, sgd(model), options=way.options)
     _, measured = measure_step(engine, split_batch(batch, way.accumulate))
-    assert FakeTraining(build, batch, build_optimizer=sgd).predict(way).peak_bytes == measured.peak_bytes
+    assert FakeTraining(build, batch, build_optimizer=sgd).predict(*way).peak_bytes == measured.peak_bytes

@@ -29,7 +29,7 @@ from architectures import (
     two_heads,
     vectors,
 )
-from helpers import SCHEDULE_NAMES, RandomState
+from helpers import SCHEDULE_NAMES, RandomState, Way, way_of
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
@@ -45,13 +45,14 @@ from mtaccum import (
     OptimizerError,
     Regression,
     Segmentation,
+    StepOptions,
     TaskError,
     split_batch,
 )
 from mtaccum.errors import PredictionError
-from mtaccum.memory import FakeTraining, How, LiveBytes, PeakReport, Prediction, measure_step
+from mtaccum.memory import FakeTraining, LiveBytes, PeakReport, Prediction, measure_step
+from mtaccum.memory.labels import state_tensors
 from mtaccum.memory.predict import predict_evaluation
-from mtaccum.memory.watching import state_tensors
 from mtaccum.model import evaluating
 from mtaccum.structure import tensors_of
 
@@ -95,21 +96,12 @@ def measured(
     model: MultiTaskModel,
     optimizer: Optimizer,
     batch: Any,
-    how: How,
+    way: Way,
     existing: Sequence[nn.Module] = (),
-    **options: Any,
 ) -> PeakReport:
     """A real step in a way, of an optimizer that has its state."""
-    engine = Engine(
-        model,
-        optimizer,
-        schedule=how.schedule,
-        recompute=how.recompute,
-        groups=how.groups,
-        chunks=dict(how.chunks),
-        **options,
-    )
-    return measure_step(engine, split_batch(batch, how.accumulate), existing=existing)[1]
+    engine = Engine(model, optimizer, options=way.options)
+    return measure_step(engine, split_batch(batch, way.accumulate), existing=existing)[1]
 
 
 def assert_same(prediction: Prediction, report: PeakReport) -> None:
@@ -122,30 +114,37 @@ def assert_same(prediction: Prediction, report: PeakReport) -> None:
 def assert_predicted(
     build: Callable[[], MultiTaskModel],
     batch: Any,
-    hows: Sequence[How],
+    ways: Sequence[Way],
     optimizer: BuildOptimizer = sgd,
     compare: Callable[[Prediction, PeakReport], None] = assert_same,
     copies: int = 0,
     **options: Any,
 ) -> None:
-    """Steps in several ways, predicted and for real."""
-    training = FakeTraining(build, batch, build_optimizer=optimizer, copies=copies, **options)
+    """Steps in several ways, predicted and for real.
+
+    Args:
+        options: of all these steps.
+    """
+    training = FakeTraining(
+        build, batch, build_optimizer=optimizer, copies=copies, options=StepOptions(**options)
+    )
     model = build()
     real = optimizer(model)
     Engine(model, real, **options).step([copy.deepcopy(batch)])
     existing = [copy.deepcopy(model) for _ in range(copies)]
-    for how in hows:
-        prediction = training.predict(how)
+    for way in ways:
+        way = Way(way.options.changed(options), way.accumulate)
+        prediction = training.predict(*way)
         gc.collect()
-        compare(prediction, measured(model, real, batch, how, existing, **options))
+        compare(prediction, measured(model, real, batch, way, existing))
 
 
-def assert_same_moments(build: Callable[[], MultiTaskModel], batch: Any, how: How) -> None:
+def assert_same_moments(build: Callable[[], MultiTaskModel], batch: Any, way: Way) -> None:
     """The same bytes after each operation of the forwards and backwards."""
-    prediction = FakeTraining(build, batch).predict(how, timeline=True)
+    prediction = FakeTraining(build, batch).predict(*way, timeline=True)
     model = build()
-    engine = Engine(model, adamw(model), schedule=how.schedule, recompute=how.recompute)
-    window = split_batch(batch, how.accumulate)
+    engine = Engine(model, adamw(model), options=way.options)
+    window = split_batch(batch, way.accumulate)
     engine.step(window)
     gc.collect()
     _, report = measure_step(engine, window, timeline=True)
@@ -177,19 +176,20 @@ def samples_of(architecture: Architecture) -> int:
     return 1 if architecture.sizes == (1, 1, 1) else 7
 
 
-def how_of(name: str) -> How:
+def way_for(name: str) -> Way:
     """Schedule, what is recomputed and K go round from one architecture to the next."""
     architecture, place = ARCHITECTURES[name], list(ARCHITECTURES).index(name)
     schedule, accumulate = SCHEDULE_NAMES[place % 3], (1, 3)[place // 3 % 2]
     recomputes = architecture.recomputes()
-    return How(schedule, min(samples_of(architecture), accumulate), recomputes[place % len(recomputes)])
+    recompute = recomputes[place % len(recomputes)]
+    return way_of(schedule, min(samples_of(architecture), accumulate), recompute=recompute)
 
 
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in {**NOT_PREDICTED, **DIFFERENT}])
 def test_architectures_need_what_is_predicted(name: str) -> None:
     architecture = ARCHITECTURES[name]
     batch = architecture.batch(samples_of(architecture), 0)
-    assert_predicted(architecture.model, batch, [how_of(name)])
+    assert_predicted(architecture.model, batch, [way_for(name)])
 
 
 @pytest.mark.parametrize("name", NOT_PREDICTED)
@@ -206,8 +206,8 @@ def test_batchnorm_on_a_frozen_layer_is_predicted_with_one_gradient_too_many() -
         gradient = 7 * 4 * 8  # samples, features, bytes
         assert report.peak_bytes <= prediction.peak_bytes <= report.peak_bytes + gradient
 
-    hows = [How(schedule, k) for schedule in SCHEDULE_NAMES for k in (1, 3)]
-    assert_predicted(architecture.model, architecture.batch(7, 0), hows, compare=compare)
+    ways = [way_of(schedule, k) for schedule in SCHEDULE_NAMES for k in (1, 3)]
+    assert_predicted(architecture.model, architecture.batch(7, 0), ways, compare=compare)
 
 
 def test_a_model_that_does_not_learn_has_no_state() -> None:
@@ -216,7 +216,7 @@ def test_a_model_that_does_not_learn_has_no_state() -> None:
     training = FakeTraining(
         architecture.model, architecture.batch(4, 0), build_optimizer=lambda _: torch.optim.AdamW([mine])
     )
-    assert training.predict(How()).by_kind["optimizer state"] == 0
+    assert training.predict().by_kind["optimizer state"] == 0
 
 
 # --- optimizers, precision, and what else an engine is given -----------------------------------------------
@@ -255,9 +255,12 @@ def dense_batch(samples: int = 6) -> dict[str, Tensor]:
     }
 
 
-TWO_WAYS = [How("split"), How("summed", 4, ("trunk",))]
+TWO_WAYS = [way_of("split"), way_of("summed", 4, recompute=("trunk",))]
 MANY_WAYS = [
-    How(schedule, k, r) for schedule in SCHEDULE_NAMES for k in (1, 4) for r in ((), ("trunk", "seg.0"))
+    way_of(schedule, k, recompute=recompute)
+    for schedule in SCHEDULE_NAMES
+    for k in (1, 4)
+    for recompute in ((), ("trunk", "seg.0"))
 ]
 
 OPTIMIZERS: dict[str, BuildOptimizer] = {
@@ -318,7 +321,8 @@ def test_mixed_precision_is_predicted_but_for_the_statistics_of_norms(precision:
 
     assert_predicted(dense_model, dense_batch(), MANY_WAYS[::2], adamw, compare, precision=precision)
     half, single = (
-        FakeTraining(dense_model, dense_batch(), precision=p).predict(How()) for p in (precision, "fp32")
+        FakeTraining(dense_model, dense_batch(), options=StepOptions(precision=p)).predict()
+        for p in (precision, "fp32")
     )
     assert half.by_kind["activations"] < 0.8 * single.by_kind["activations"], "casts are predicted"
 
@@ -346,27 +350,28 @@ def test_counts_that_need_a_models_tensors_are_counted_for_real() -> None:
     assert_predicted(three_heads, dense_batch(), TWO_WAYS)
 
 
-GROUPS, CHUNKS = (("depth", "cls"),), (("seg", 2), ("cls", 3))
+GROUPS, CHUNKS = (("depth", "cls"),), {"seg": 2, "cls": 3}
 
 
 @pytest.mark.parametrize(
-    "how",
+    "way",
     [
-        How("split", groups=GROUPS),
-        How("split", 3, groups=GROUPS),
-        How("sequential", 3, groups=(("seg", "cls"),)),
-        How("split", chunks=CHUNKS),
-        How("split", 3, chunks=CHUNKS),
-        How("split", 2, ("trunk", "seg[0:2]"), GROUPS, (("seg", 4),)),
+        way_of("split", head_groups=GROUPS),
+        way_of("split", 3, head_groups=GROUPS),
+        way_of("sequential", 3, head_groups=(("seg", "cls"),)),
+        way_of("split", chunks=CHUNKS),
+        way_of("split", 3, chunks=CHUNKS),
+        way_of("split", 2, recompute=("trunk", "seg[0:2]"), head_groups=GROUPS, chunks={"seg": 4}),
     ],
+    ids=str,
 )
-def test_groups_and_chunks_need_what_is_predicted(how: How) -> None:
-    assert_predicted(three_heads, dense_batch(8), [how])
+def test_head_groups_and_chunks_need_what_is_predicted(way: Way) -> None:
+    assert_predicted(three_heads, dense_batch(8), [way])
 
 
 def test_micro_batches_of_different_sizes_need_what_is_predicted() -> None:
     batch = dense_batch(7)
-    assert_predicted(three_heads, batch, [How("split", k) for k in (2, 3, 4, 5, 7)])
+    assert_predicted(three_heads, batch, [way_of("split", k) for k in (2, 3, 4, 5, 7)])
 
 
 def with_labels(**counts: int | None) -> dict[str, Any]:
@@ -388,8 +393,8 @@ def test_tasks_without_labels_are_predicted_not_to_run(schedule: str, labels: di
     optimizer = adamw(model)
     Engine(model, optimizer).step([dense_batch(8)])  # the state of a task that had labels once
     for micro_batches in (1, 2, 4, 8):
-        how = How(schedule, micro_batches)
-        assert_same(training.predict(how), measured(model, optimizer, with_labels(**labels), how))
+        way = way_of(schedule, micro_batches)
+        assert_same(training.predict(*way), measured(model, optimizer, with_labels(**labels), way))
 
 
 def test_the_last_micro_batch_of_a_kind_finds_the_gradients_of_all() -> None:
@@ -407,7 +412,7 @@ def test_the_last_micro_batch_of_a_kind_finds_the_gradients_of_all() -> None:
     batch = {"x": torch.rand(48, 3), "a": torch.rand(48, 400), "b": torch.full((48, 50), torch.nan)}
     batch["a"][24:40] = torch.nan
     batch["b"][24:40] = 1.0
-    assert_predicted(build, batch, [How("split", 6), How("sequential", 6)])
+    assert_predicted(build, batch, [way_of("split", 6), way_of("sequential", 6)])
 
 
 def test_a_hundred_micro_batches_are_predicted_by_a_few() -> None:
@@ -424,12 +429,12 @@ def test_a_hundred_micro_batches_are_predicted_by_a_few() -> None:
     batch = {key: value.float() for key, value in vectors(150, 0).items()}
     training = FakeTraining(build, batch)
     ran.clear()
-    prediction = training.predict(How("split", 100))
+    prediction = training.predict(accumulate=100)
     assert ran == [2, 2, 2, 1, 1, 1]
     model = build()
     optimizer = adamw(model)
     Engine(model, optimizer).step([batch])
-    assert_same(prediction, measured(model, optimizer, batch, How("split", 100)))
+    assert_same(prediction, measured(model, optimizer, batch, way_of("split", 100)))
 
 
 class Hides(nn.Module):
@@ -489,8 +494,8 @@ def test_tensors_that_hide_outside_of_modules_are_met() -> None:
     model = build()
     optimizer = adamw(model)
     Engine(model, optimizer).step([single()])
-    report = measured(model, optimizer, single(), How())
-    assert 0 <= training.predict(How()).peak_bytes - report.peak_bytes <= 4 * 4, "it is counted, once"
+    report = measured(model, optimizer, single(), way_of())
+    assert 0 <= training.predict().peak_bytes - report.peak_bytes <= 4 * 4, "it is counted, once"
 
 
 def test_parameters_and_buffers_that_share_memory_share_it_again() -> None:
@@ -527,7 +532,7 @@ def test_layers_of_every_kind_need_what_is_predicted() -> None:
         ]
         return two_heads(nn.Sequential(*layers), line(9), line(9), inputs="image")
 
-    assert_same_moments(build, dense_batch(4), How("split", 2))
+    assert_same_moments(build, dense_batch(4), way_of("split", 2))
 
 
 def test_attention_needs_what_is_predicted() -> None:
@@ -568,9 +573,7 @@ def test_entries_that_share_memory_count_once() -> None:
     large = torch.rand(40, 5)
     batch = {"x": large[3:9, :3], "y": large[3:9, 3:4], "again": large[3:9]}
     assert_predicted(lambda: labelled("x", "y", distance("y")).float(), batch, TWO_WAYS)
-    assert (
-        FakeTraining(lambda: labelled("x", "y", distance("y")), batch).predict(How()).by_kind["inputs"] == 800
-    )
+    assert FakeTraining(lambda: labelled("x", "y", distance("y")), batch).predict().by_kind["inputs"] == 800
 
 
 @pytest.mark.parametrize(
@@ -593,7 +596,7 @@ def test_the_batch_is_left_as_it_is() -> None:
     before, identities = copy.deepcopy(batch), [id(tensor) for tensor in tensors_of(batch)]
     versions = [tensor._version for tensor in tensors_of(batch)]
     training = FakeTraining(three_heads, batch)
-    training.predict(How("split", 4, ("trunk",)))
+    training.predict(*way_of("split", 4, recompute=("trunk",)))
     assert [id(tensor) for tensor in tensors_of(batch)] == identities
     for one, other in zip(tensors_of(batch), tensors_of(before), strict=True):
         assert torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
@@ -604,12 +607,12 @@ def test_the_batch_is_left_as_it_is() -> None:
 
 def test_a_batch_that_is_too_small_is_said_and_nothing_is_spoilt() -> None:
     training = FakeTraining(on_vectors(lambda: trunk(lambda f: f)), single(2))
-    before = training.predict(How())
+    before = training.predict()
     with pytest.raises(BatchError, match="can't split 2 samples into 3"):
-        training.predict(How("split", 3))
+        training.predict(accumulate=3)
     with pytest.raises(ConfigError, match="nope"):
-        training.predict(How("split", 1, ("nope",)))
-    assert training.predict(How()) == before
+        training.predict(StepOptions(recompute=("nope",)))
+    assert training.predict() == before
 
 
 # --- what can't be predicted -------------------------------------------------------------------------------
@@ -760,7 +763,9 @@ def test_other_errors_stay_what_they_are(caplog: pytest.LogCaptureFixture) -> No
         )
     with pytest.raises(ConfigError, match="has no effect"):
         FakeTraining(
-            lambda: in_head(lambda self, f: self.layer(f))().double(), vectors(4, 0), precision="bf16"
+            lambda: in_head(lambda self, f: self.layer(f))().double(),
+            vectors(4, 0),
+            options=StepOptions(precision="bf16"),
         )
 
     def fails() -> MultiTaskModel:
@@ -789,7 +794,7 @@ def test_gigabytes_are_predicted_without_taking_them() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
     before = resident_peak_bytes()
     training = FakeTraining(build, batch, copies=1)
-    prediction = training.predict(How("split", 2))
+    prediction = training.predict(accumulate=2)
     weights = 2 * width * width * 4
     assert prediction.start_bytes > 4 * weights, "weights, their average, and two moments"
     assert prediction.peak_bytes > 5 * weights
@@ -809,8 +814,8 @@ def draws() -> MultiTaskModel:
 def test_random_states_stay_as_they_are(build: Callable[[], MultiTaskModel]) -> None:
     torch_state, other, python = torch.get_rng_state(), RandomState(), random.getstate()
     training = FakeTraining(build, single())
-    for how in (How("split", 3), How("sequential", 2, ("trunk",)), How("summed")):
-        training.predict(how)
+    for way in (way_of("split", 3), way_of("sequential", 2, recompute=("trunk",)), way_of("summed")):
+        training.predict(*way)
     predict_evaluation(training, 100)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert RandomState() == other
@@ -828,7 +833,7 @@ def test_random_states_stay_where_counts_need_a_real_model() -> None:
 
     batch = dense_batch()
     batch["image"] = batch["image"][:, :, :10, :10]
-    FakeTraining(build, batch).predict(How("split", 2))
+    FakeTraining(build, batch).predict(accumulate=2)
     assert RandomState() == other
     assert random.getstate() == python
 
@@ -836,7 +841,7 @@ def test_random_states_stay_where_counts_need_a_real_model() -> None:
 def test_nobody_is_warned_by_a_prediction_and_everybody_by_the_step() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        FakeTraining(dense_model, dense_batch()).predict(How("split", 3, ("trunk",)))
+        FakeTraining(dense_model, dense_batch()).predict(*way_of("split", 3, recompute=("trunk",)))
     assert [str(warning.message) for warning in caught] == []
     model = dense_model()
     with warnings.catch_warnings(record=True) as caught:
@@ -847,17 +852,17 @@ def test_nobody_is_warned_by_a_prediction_and_everybody_by_the_step() -> None:
 
 def test_predictions_repeat() -> None:
     training = FakeTraining(three_heads, dense_batch())
-    how = How("split", 3, ("trunk",))
-    first = training.predict(how, timeline=True)
-    training.predict(How("sequential"))
-    assert training.predict(how, timeline=True) == first
-    assert FakeTraining(three_heads, dense_batch()).predict(how, timeline=True) == first
+    way = way_of("split", 3, recompute=("trunk",))
+    first = training.predict(*way, timeline=True)
+    training.predict(StepOptions("sequential"))
+    assert training.predict(*way, timeline=True) == first
+    assert FakeTraining(three_heads, dense_batch()).predict(*way, timeline=True) == first
     assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
 def test_what_is_built_stays_fake() -> None:
     training = FakeTraining(three_heads, dense_batch(), copies=1)
-    training.predict(How())
+    training.predict()
     held = [*training.model.parameters(), *training.model.buffers(), *training.copies]
     for tensor in (*held, *state_tensors(training.optimizer)):
         assert isinstance(tensor, FakeTensor)
@@ -867,33 +872,35 @@ def test_what_is_built_stays_fake() -> None:
 # --- FLOPs, timelines, evaluation --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [How(s, k, r) for s in SCHEDULE_NAMES for k, r in ((1, ()), (4, ("trunk",)))])
-def test_flops_are_those_of_the_real_step(how: How) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [way_of(s, k, recompute=r) for s in SCHEDULE_NAMES for k, r in ((1, ()), (4, ("trunk",)))],
+    ids=str,
+)
+def test_flops_are_those_of_the_real_step(way: Way) -> None:
     model = three_heads()
-    engine = Engine(model, adamw(model), schedule=how.schedule, recompute=how.recompute)
+    engine = Engine(model, adamw(model), options=way.options)
     with FlopCounterMode(display=False) as counter:
-        engine.step(split_batch(dense_batch(8), how.accumulate))
-    assert FakeTraining(three_heads, dense_batch(8)).predict(how).flops == counter.get_total_flops()
+        engine.step(split_batch(dense_batch(8), way.accumulate))
+    assert FakeTraining(three_heads, dense_batch(8)).predict(*way).flops == counter.get_total_flops()
 
 
 def test_flops_of_uneven_micro_batches_are_those_of_the_whole() -> None:
     training = FakeTraining(three_heads, dense_batch(7))
-    assert {training.predict(How("split", k)).flops for k in (1, 2, 3, 5, 7)} == {
-        training.predict(How()).flops
-    }
+    assert {training.predict(accumulate=k).flops for k in (1, 2, 3, 5, 7)} == {training.predict().flops}
 
 
 def test_flops_of_micro_batches_that_lack_labels_are_counted_for_each_kind() -> None:
     batch = dense_batch(8)
     batch["seg"][2:] = 255  # so that of 8 micro-batches 2 run all heads, and 6 run all but one
     training = FakeTraining(three_heads, batch)
-    for parts in (1, 2, 4, 8):
+    for micro_batches in (1, 2, 4, 8):
         model = three_heads()
         with FlopCounterMode(display=False) as counter:
-            Engine(model, adamw(model)).step(split_batch(batch, parts))
-        assert training.predict(How("split", parts)).flops == counter.get_total_flops()
-        assert training.leaves_out(parts) == (parts > 1)
-    assert training.predict(How("split", 8)).flops < training.predict(How()).flops
+            Engine(model, adamw(model)).step(split_batch(batch, micro_batches))
+        assert training.predict(accumulate=micro_batches).flops == counter.get_total_flops()
+        assert training.leaves_out(micro_batches) == (micro_batches > 1)
+    assert training.predict(accumulate=8).flops < training.predict().flops
 
 
 def test_flops_of_known_layers() -> None:
@@ -904,18 +911,18 @@ def test_flops_of_known_layers() -> None:
     training = FakeTraining(build, single(samples))
     forward = 2 * samples * 3 * 50
     # a backward takes twice a forward, but no gradient goes to the inputs
-    assert training.predict(How()).flops == 2 * forward + 3 * 2 * samples * heads
-    assert training.predict(How("split", 1, ("trunk",))).flops == 3 * forward + 3 * 2 * samples * heads
-    assert training.predict(How("sequential")).flops == 4 * forward + 3 * 2 * samples * heads
+    assert training.predict().flops == 2 * forward + 3 * 2 * samples * heads
+    assert training.predict(StepOptions(recompute=("trunk",))).flops == 3 * forward + 3 * 2 * samples * heads
+    assert training.predict(StepOptions("sequential")).flops == 4 * forward + 3 * 2 * samples * heads
 
 
 def test_a_timeline_is_that_of_the_real_step() -> None:
-    how = How("split", 2)
-    assert_same_moments(three_heads, dense_batch(), how)
-    prediction = FakeTraining(three_heads, dense_batch()).predict(how, timeline=True)
+    way = way_of("split", 2)
+    assert_same_moments(three_heads, dense_batch(), way)
+    prediction = FakeTraining(three_heads, dense_batch()).predict(*way, timeline=True)
     assert max(moment.live_bytes for moment in prediction.timeline) == prediction.peak_bytes
     assert not any(moment.op.startswith("prim.") for moment in prediction.timeline)
-    assert FakeTraining(three_heads, dense_batch()).predict(how).timeline == ()
+    assert FakeTraining(three_heads, dense_batch()).predict(*way).timeline == ()
 
 
 @pytest.mark.parametrize("samples", [6, 3])
@@ -938,7 +945,7 @@ def test_an_evaluation_needs_what_is_predicted(samples: int) -> None:
 
 def test_on_cuda_only_the_micro_batch_that_runs_is_there() -> None:
     training = FakeTraining(three_heads, dense_batch(8), device="cuda")
-    whole, quarter = training.predict(How()), training.predict(How("split", 4))
+    whole, quarter = training.predict(), training.predict(accumulate=4)
     assert whole.by_kind["inputs"] == 4 * quarter.by_kind["inputs"]
     assert whole.by_kind["inputs"] == sum(tensor.nbytes for tensor in dense_batch(8).values())
 
@@ -953,7 +960,7 @@ def test_on_cuda_optimizers_work_on_lists_unless_told_otherwise() -> None:
             return torch.optim.AdamW(model.parameters(), **settings)
 
         training = FakeTraining(build, single(2), device=device, build_optimizer=optimizer)
-        prediction = training.predict(How())
+        prediction = training.predict()
         return prediction.stage, prediction.by_kind["temporaries"]
 
     assert peak("cuda") == peak("cuda", foreach=True)
@@ -963,7 +970,7 @@ def test_on_cuda_optimizers_work_on_lists_unless_told_otherwise() -> None:
 
 def test_offloaded_activations_leave_the_card() -> None:
     training = FakeTraining(dense_model, dense_batch(), device="cuda")
-    kept, away = training.predict(How()), training.predict(How("split", offload=True))
+    kept, away = training.predict(), training.predict(StepOptions(offload=True))
     assert away.peak_bytes < kept.peak_bytes
     assert away.by_kind["activations"] < 0.5 * kept.by_kind["activations"]
     assert away.flops == kept.flops
@@ -973,10 +980,10 @@ def test_offloaded_activations_leave_the_card() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_what_stays_is_what_is_predicted() -> None:
     training = FakeTraining(three_heads, dense_batch(8), device="cuda")
-    prediction = training.predict(How("split", 4))
+    prediction = training.predict(accumulate=4)
     model = three_heads().cuda()
     optimizer = adamw(model)
     Engine(model, optimizer).step(split_batch(dense_batch(8), 4))
-    report = measured(model, optimizer, dense_batch(8), How("split", 4))
+    report = measured(model, optimizer, dense_batch(8), way_of("split", 4))
     for kind in ("parameters", "gradients", "inputs"):
         assert prediction.by_kind[kind] == report.by_kind[kind]

@@ -212,7 +212,7 @@ def test_storages_and_trackers_do_not_keep_each_other_alive():
         del dead
         assert storage() is None
     unused = LiveBytes(existing=[existing])  # never entered, so never closed
-    refs = [weakref.ref(o) for o in (tracker, tracker._ledger, unused, unused._ledger)]
+    refs = [weakref.ref(o) for o in (tracker, tracker.ledger, unused, unused.ledger)]
     del tracker, unused  # no cycle either, so no collection is needed
     assert [ref() for ref in refs] == [None] * 4
     del existing, made  # must not call into what is gone

@@ -1,82 +1,127 @@
-"""What a window's plan becomes with what another rank has counted."""
+"""What a window's label counts become with what another rank has counted."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
-from helpers import plain_batch, plain_model
+from helpers import Squared, plain_batch, plain_model
+from torch import nn
 
-from mtaccum import Engine, InexactWarning, MultiTaskModel, Task, WindowPlan
-from mtaccum.engine.inexact import Inexactness
-from mtaccum.parallel import ALONE, Ranks
+from mtaccum import ConfigError, Engine, InexactWarning, LabelCounts, MultiTaskModel, StepOptions, Task
+from mtaccum.engine.notices import Notices
+from mtaccum.engine.window_counts import WindowCounts
+from mtaccum.parallel import DDP, FSDP, Collectives, SingleProcess
+from mtaccum.parallel.lockstep import active_in
 
 
-def plan(**counts: tuple[float, ...]) -> WindowPlan:
-    return WindowPlan(counts, dict.fromkeys(counts, 1.0))
+def labels(**counts: tuple[float, ...]) -> LabelCounts:
+    return LabelCounts(counts)
+
+
+def tasks(*names: str, weight: float = 1.0) -> MultiTaskModel:
+    made = {name: Squared(nn.Linear(3, 1), weight=weight) for name in names}
+    return MultiTaskModel(nn.Identity(), made, inputs="x")
 
 
 @dataclass(frozen=True)
-class Beside(Ranks):
-    """Two ranks, seen from the first one. The other one has the same tasks."""
+class Beside(Collectives):
+    """Two ranks, seen from rank 0. The other one has the same tasks."""
 
-    theirs: WindowPlan = field(default_factory=plan)
+    theirs: LabelCounts = field(default_factory=labels)
 
-    def sums(self, numbers: Sequence[float]) -> list[float]:
-        return [a + b for a, b in zip(numbers, self.theirs.local_totals.values(), strict=True)]
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
+        return [a + b for a, b in zip(numbers, self.theirs.totals.values(), strict=True)]
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, [self.theirs.active(index) for index in range(self.theirs.micro_batches)]]
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, [list(names) for names in self.theirs.active]]
 
 
-def beside(theirs: WindowPlan) -> Beside:
+def beside(theirs: LabelCounts) -> Beside:
     return Beside(0, 2, theirs=theirs)
 
 
-def test_alone_a_plan_is_what_was_counted() -> None:
-    own = plan(a=(1.0, 0.0))
-    assert own.agreed(ALONE, together=True) is own
-    assert (own.ranks, own.union, own.totals) == (1, None, {"a": 1})
-    assert own.running(0) == ["a"]
-    assert own.running(1) == own.active(2) == []
+def apart(own: LabelCounts, theirs: LabelCounts, weight: float = 1.0) -> WindowCounts:
+    """Where each rank runs its own tasks."""
+    return WindowCounts.agreed(own, tasks(*own.counts, weight=weight), DDP(beside(theirs)))
+
+
+def lockstep(own: LabelCounts, theirs: LabelCounts) -> WindowCounts:
+    """Where each rank runs what any rank runs."""
+    model = tasks(*own.counts)
+    return WindowCounts.agreed(own, model, FSDP(model, beside(theirs)))
+
+
+def test_a_single_process_knows_what_it_has_counted() -> None:
+    own = labels(a=(1.0, 0.0))
+    agreed = WindowCounts.agreed(own, tasks("a", weight=3.0), SingleProcess())
+
+    assert agreed.labels is own
+    assert (agreed.loss_factor, agreed.totals, agreed.weights) == (1, {"a": 1}, {"a": 3})
+    assert agreed.running == (("a",), ())
+    assert own.active_in(1) == own.active_in(2) == ()
+    assert agreed.scale("a", 0) == 3
 
 
 def test_labels_weigh_by_their_number_on_all_ranks_n2() -> None:
-    own = plan(a=(1.0,), b=(0.0,)).agreed(beside(plan(a=(2.0, 1.0), b=(0.0, 5.0))))
+    agreed = apart(labels(a=(1.0,), b=(0.0,)), labels(a=(2.0, 1.0), b=(0.0, 5.0)), weight=3.0)
 
-    assert own.totals == {"a": 4, "b": 5}
-    assert own.local_totals == {"a": 1, "b": 0}
-    assert own.scale("a", 0) == 2 * 1 / 4  # gradients become their mean over two ranks
-    assert own.union is None
+    assert agreed.totals == {"a": 4, "b": 5}
+    assert agreed.labels.totals == {"a": 1, "b": 0}
+    assert agreed.loss_factor == 2  # gradients become their mean over two ranks
+    assert agreed.scale("a", 0) == 2 * 3 * 1 / 4
+    assert agreed.running == agreed.labels.active == (("a",),)
 
 
-def test_together_runs_what_any_rank_runs() -> None:
-    own = plan(a=(1.0, 0.0), b=(0.0, 0.0), c=(0.0, 3.0))
-    theirs = plan(a=(2.0, 0.0, 0.0), b=(0.0, 0.0, 1.0), c=(4.0, 0.0, 0.0))
+def test_ranks_that_add_gradients_up_need_no_factor() -> None:
+    class Adding(DDP):
+        averages: ClassVar[bool] = False
 
-    agreed = own.agreed(beside(theirs), together=True)
+    own, theirs = labels(a=(1.0,)), labels(a=(3.0,))
+    agreed = WindowCounts.agreed(own, tasks("a"), Adding(beside(theirs)))
 
-    assert agreed.union == (("a", "c"), ("c",), ("b",))
-    assert [agreed.active(index) for index in range(4)] == [["a"], ["c"], [], []]
-    assert [agreed.running(index) for index in range(3)] == [["a", "c"], ["c"], ["b"]]
-    assert agreed.running(3) == []
-    assert theirs.agreed(beside(own), together=True).union == agreed.union
+    assert agreed.loss_factor == 1
+    assert agreed.scale("a", 0) == 1 / 4
+
+
+def test_ranks_that_train_other_tasks_are_refused() -> None:
+    class Other(Beside):
+        def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
+            return [max(a, b) for a, b in zip(numbers, (0.0, 0.0), strict=True)]
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            return [value, "b (weight 2.0)"]
+
+    with pytest.raises(ConfigError, match=r"rank 0: a \(weight 1\.0\); rank 1: b \(weight 2\.0\)\."):
+        WindowCounts.agreed(labels(a=(1.0,)), tasks("a"), DDP(Other(0, 2)))
+
+
+def test_in_lockstep_runs_what_any_rank_runs() -> None:
+    own = labels(a=(1.0, 0.0), b=(0.0, 0.0), c=(0.0, 3.0))
+    theirs = labels(a=(2.0, 0.0, 0.0), b=(0.0, 0.0, 1.0), c=(4.0, 0.0, 0.0))
+
+    agreed = lockstep(own, theirs)
+
+    assert agreed.running == (("a", "c"), ("c",), ("b",))
+    for active in (agreed.labels.active_in, lambda index: active_in(agreed.agreement, index)):
+        assert [active(index) for index in range(4)] == [("a",), ("c",), (), ()]
+    assert lockstep(theirs, own).running == agreed.running
 
 
 def test_a_rank_without_a_batch_still_runs_the_others_tasks_d3() -> None:
-    nothing = plan(a=(), b=())
-    agreed = nothing.agreed(beside(plan(a=(0.0, 2.0), b=(1.0, 0.0))), together=True)
+    agreed = lockstep(labels(a=(), b=()), labels(a=(0.0, 2.0), b=(1.0, 0.0)))
 
-    assert agreed.union == (("b",), ("a",))
+    assert agreed.running == (("b",), ("a",))
     assert agreed.totals == {"a": 2, "b": 1}
-    assert agreed.local_totals == {"a": 0, "b": 0}
-    assert agreed.micro_batches == 0
+    assert agreed.labels.totals == {"a": 0, "b": 0}
+    assert agreed.labels.micro_batches == 0
 
 
 # --- what several ranks make inexact ----------------------------------------------------------------------
@@ -89,32 +134,35 @@ class Contrasting(Task):
         return prediction.std()
 
 
-def said(model: MultiTaskModel, plan: WindowPlan) -> list[str]:
+def said(model: MultiTaskModel, own: LabelCounts, *, ranks: int = 1) -> list[str]:
+    """What is warned of, where the other rank has the same labels."""
+    several = SingleProcess() if ranks == 1 else DDP(beside(own))
+    assert several.world_size == ranks
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Inexactness(model, freezes=False, repeats=False).warn(plan, stacklevel=1)
+        Notices(model, StepOptions(), several).before(WindowCounts.agreed(own, model, several))
     assert {warning.category for warning in caught} <= {InexactWarning}
     return [str(warning.message) for warning in caught]
 
 
-def test_one_micro_batch_on_each_of_several_ranks_is_a_part_too() -> None:
-    head = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-    trunk = torch.nn.Linear(3, 8)
+def test_one_micro_batch_on_each_of_several_ranks_is_one_of_several_too() -> None:
+    head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
+    trunk = nn.Linear(3, 8)
     model = MultiTaskModel(trunk, {"a": Contrasting(head, "cls")}, inputs="x").double()
-    own = Engine(model).plan([plain_batch(3)])
+    own = Engine(model).count_labels([plain_batch(3)])
 
     assert said(model, own) == []
-    first, second = said(model, own.agreed(beside(own)))
+    first, second = said(model, own, ranks=2)
     assert "(additive = False): with the micro-batches of 2 ranks its gradient is not" in first
     assert "one of the micro-batches of 2 ranks, not by the whole batch: a.0." in second
 
 
 def test_layers_that_the_ranks_synchronise_see_the_whole_batch() -> None:
     model = plain_model()
-    model.task("other").head[1] = torch.nn.SyncBatchNorm(5)
+    model.task("other").head[1] = nn.SyncBatchNorm(5)
     engine = Engine(model)
-    own = engine.plan([plain_batch(3)])
+    own = engine.count_labels([plain_batch(3)])
 
-    assert said(model, own.agreed(beside(own))) == []
-    own = engine.plan([plain_batch(3)] * 2)
-    assert "other.1." in said(model, own.agreed(beside(own)))[0]
+    assert said(model, own, ranks=2) == []
+    own = engine.count_labels([plain_batch(3)] * 2)
+    assert "other.1." in said(model, own, ranks=2)[0]

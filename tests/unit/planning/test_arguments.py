@@ -78,10 +78,11 @@ def test_a_model_that_is_there_already_stays_as_it_is() -> None:
     built = find_plan(build, batch(), budget_bytes="10MiB").recommended
     assert built is not None
     assert report.recommended.peak_bytes == built.peak_bytes
-    assert report.recommended.how == built.how
+    assert report.recommended.options == built.options
+    assert report.recommended.accumulate == built.accumulate
 
 
-def test_parts_of_a_model_of_ones_own_stay_as_they_are() -> None:
+def test_modules_of_ones_own_stay_as_they_are() -> None:
     trunk, head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, CLASSES, 1)
 
     def wrapped() -> MultiTaskModel:
@@ -113,6 +114,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no optimizer": (
         build, {"build_optimizer": lambda model: None}, "must return an optimizer, such as .*NoneType"
     ),
+    "planned options": (
+        build, {"recompute": ["trunk"], "schedule": "summed", "precision": "bf16"},
+        "^recompute, schedule: a plan chooses that",
+    ),
+    "no option": (build, {"groups": []}, "unknown option of a step 'groups'. Did you mean 'head_groups'"),
     "no device": (build, {"device": "gpu"}, "can be planned for cpu and cuda, not for 'gpu'"),
     "None for a device": (build, {"device": None}, "can be planned for cpu and cuda, not for None"),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close_gradients, joint_reference, seed_everything
+from helpers import Way, assert_close_gradients, joint_reference, seed_everything
 from torch import Tensor, nn
 
 from mtaccum import (
@@ -22,11 +22,12 @@ from mtaccum import (
     PredictionError,
     Regression,
     Segmentation,
+    StepOptions,
     find_plan,
     split_batch,
 )
-from mtaccum.memory import FakeTraining, How, measure_step
-from mtaccum.planning import PlanReport
+from mtaccum.memory import FakeTraining, measure_step
+from mtaccum.planning import Plan, PlanReport
 from mtaccum.planning.plan import EXACT
 
 pytestmark = pytest.mark.filterwarnings("ignore::mtaccum.InexactWarning")
@@ -128,10 +129,14 @@ def measured(build: Callable[[], MultiTaskModel], report: PlanReport) -> int:
     assert plan is not None
     seed_everything(0)
     model = build()
-    engine = Engine(model, sgd(model), **plan.engine_arguments())
-    window = split_batch(batch(), plan.how.accumulate)
+    engine = Engine(model, sgd(model), options=plan.options)
+    window = split_batch(batch(), plan.accumulate)
     engine.step(window)
     return measure_step(engine, window)[1].peak_bytes
+
+
+def ways(*plans: Plan) -> list[Way]:
+    return [Way(plan.options, plan.accumulate) for plan in plans]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,7 +159,7 @@ def test_recommended_plans_stay_within_their_budgets_when_they_are_run(name: str
 def test_a_plan_that_is_called_exact_has_the_gradients_of_the_whole_batch(name: str) -> None:
     generous = report_for(name)
     assert generous.recommended is not None
-    exact = [plan for plan in generous.front if plan.exactness == 0]
+    exact = [plan for plan in generous.pareto_front if plan.exactness == 0]
     budget = min(plan.peak_bytes for plan in exact)
     report = report_for(name, budget)
     plan = report.recommended
@@ -164,22 +169,22 @@ def test_a_plan_that_is_called_exact_has_the_gradients_of_the_whole_batch(name: 
     model = MODELS[name]().double()
     data = {key: v.double() if v.is_floating_point() else v for key, v in batch().items()}
     reference = joint_reference(copy.deepcopy(model), [data])
-    Engine(model, **plan.engine_arguments()).accumulate(split_batch(data, plan.how.accumulate))
+    Engine(model, options=plan.options).accumulate(split_batch(data, plan.accumulate))
     assert_close_gradients(model, reference, 1e-12)
 
 
 def test_exact_levers_come_before_those_that_change_batches() -> None:
     generous = report_for("batchnorm")
-    exact = [plan for plan in generous.front if plan.exactness == 0]
-    inexact = [plan for plan in generous.front if plan.exactness == 2]
+    exact = [plan for plan in generous.pareto_front if plan.exactness == 0]
+    inexact = [plan for plan in generous.pareto_front if plan.exactness == 2]
     assert exact
     assert inexact
-    assert all(plan.how.accumulate == 1 for plan in exact)
+    assert all(plan.accumulate == 1 for plan in exact)
     assert all("BatchNorm" in plan.why for plan in inexact)
     least = min(plan.peak_bytes for plan in exact)
     fits = report_for("batchnorm", least)
     assert fits.recommended is not None
-    assert (fits.recommended.exactness, fits.recommended.how.accumulate) == (0, 1)
+    assert (fits.recommended.exactness, fits.recommended.accumulate) == (0, 1)
     below = report_for("batchnorm", least - 1)
     assert below.recommended is not None
     assert below.recommended.peak_bytes < least
@@ -189,11 +194,11 @@ def test_exact_levers_come_before_those_that_change_batches() -> None:
 
 
 def test_other_dropout_masks_are_exact_in_distribution_only() -> None:
-    several = [plan for plan in report_for("dropout").front if plan.how.accumulate > 1]
+    several = [plan for plan in report_for("dropout").pareto_front if plan.accumulate > 1]
     assert several
     assert {plan.exactness for plan in several} == {1}
     assert "dropout" in several[0].why
-    whole = [plan for plan in report_for("groupnorm").front if plan.how.accumulate > 1]
+    whole = [plan for plan in report_for("groupnorm").pareto_front if plan.accumulate > 1]
     assert {plan.exactness for plan in whole} == {0}
 
 
@@ -220,8 +225,8 @@ def test_a_plan_is_the_same_every_time() -> None:
     one, other = report_for("groupnorm", "300KiB"), report_for("groupnorm", "300KiB")
     assert one.recommended is not None
     assert other.recommended is not None
-    assert one.recommended.how == other.recommended.how
-    assert [plan.how for plan in one.front] == [plan.how for plan in other.front]
+    assert ways(one.recommended) == ways(other.recommended)
+    assert ways(*one.pareto_front) == ways(*other.pareto_front)
 
 
 def test_small_heads_share_a_backward_and_need_no_more_than_the_joint_one() -> None:
@@ -232,11 +237,11 @@ def test_small_heads_share_a_backward_and_need_no_more_than_the_joint_one() -> N
 
     data = {"x": torch.randn(512, 64), "y": torch.randint(3, (512,))}
     summed = find_plan(build, data).schedules["summed"]
-    grouped = FakeTraining(build, data).predict(How("split", groups=(tuple(f"h{i}" for i in range(8)),)))
+    grouped = FakeTraining(build, data).predict(StepOptions(head_groups=(tuple(f"h{i}" for i in range(8)),)))
     assert grouped.peak_bytes <= summed.peak_bytes
     plan = find_plan(build, data, budget_bytes=summed.peak_bytes * 3 // 4).recommended
     assert plan is not None
-    assert plan.how.groups == (tuple(f"h{i}" for i in range(8)),)
+    assert plan.options.head_groups == (tuple(f"h{i}" for i in range(8)),)
 
 
 def test_micro_batches_that_batchnorm_refuses_are_left_out() -> None:
@@ -245,7 +250,7 @@ def test_micro_batches_that_batchnorm_refuses_are_left_out() -> None:
         return MultiTaskModel(trunk, {"a": Classification(3, head=nn.Linear(32, 3), target="y")}, inputs="x")
 
     report = find_plan(build, {"x": torch.randn(8, 8), "y": torch.randint(3, (8,))})
-    assert max(plan.how.accumulate for plan in (*report.front, report.smallest)) == 4
+    assert max(plan.accumulate for plan in (*report.pareto_front, report.smallest)) == 4
 
 
 def test_the_report_is_text_and_json() -> None:
@@ -253,7 +258,7 @@ def test_the_report_is_text_and_json() -> None:
     assert report.recommended is not None
     text = str(report)
     assert sum(line.startswith("->") for line in text.splitlines()) == 2
-    assert f"engine={report.recommended.how.schedule}" in text
+    assert f"engine={report.recommended.options.schedule}" in text
     values = json.loads(json.dumps(report.as_dict()))
     assert values["recommended"]["peak_bytes"] == report.recommended.peak_bytes
     assert sum(values["recommended"]["peak_by_kind"].values()) == report.recommended.peak_bytes
@@ -282,15 +287,17 @@ def test_micro_batches_that_need_not_run_a_task_make_a_step_cheaper() -> None:
     report = find_plan(build, given, budget_bytes="1GiB", build_optimizer=sgd)
     plan = report.recommended
     assert plan is not None
-    assert (plan.how.schedule, plan.how.accumulate, plan.how.recompute) == ("split", 4, ())
+    assert (plan.options.schedule, plan.accumulate, plan.options.recompute) == ("split", 4, ())
     assert plan.flops_over_summed < 0.35
     # with less than that takes the micro-batches become smaller before anything runs twice
     smaller = find_plan(build, given, budget_bytes=plan.peak_bytes - 1, build_optimizer=sgd).recommended
     assert smaller is not None
-    assert (smaller.how.accumulate, smaller.how.recompute) == (8, ())
+    assert (smaller.accumulate, smaller.options.recompute) == (8, ())
     fits = report.schedules["split"].peak_bytes
     for one in (report, find_plan(build, given, budget_bytes=fits, build_optimizer=sgd)):
-        fitting = [p for p in one.front if p.peak_bytes <= one.budget.tensor_bytes and p.exactness == EXACT]
+        fitting = [
+            p for p in one.pareto_front if p.peak_bytes <= one.budget.tensor_bytes and p.exactness == EXACT
+        ]
         assert one.recommended is not None
         assert one.recommended.rank == min(p.rank for p in fitting)
 
@@ -303,7 +310,7 @@ def test_an_absent_card_is_an_estimate_with_a_reserve() -> None:
     assert report.budget.tensor_bytes == 2 * 2**30 - report.budget.reserve_bytes
     assert "in reserve" in str(report)
     assert any("dropout" in note for note in report.notes)
-    assert any(plan.how.offload for plan in report.front)
+    assert any(plan.options.offload for plan in report.pareto_front)
     with pytest.raises(ConfigError, match="needed for a CUDA card that isn't there"):
         report_for("plain", device="cuda")
 

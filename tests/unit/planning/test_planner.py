@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import Scored
-from helpers import Squared, assert_close_gradients, joint_reference, seed_everything
+from helpers import Squared, Way, assert_close_gradients, joint_reference, seed_everything, way_of
 from torch import Tensor, nn
 
 from mtaccum import (
@@ -28,13 +28,14 @@ from mtaccum import (
     Neck,
     Regression,
     Segmentation,
+    StepOptions,
     find_plan,
     split_batch,
 )
 from mtaccum.config import RunConfig, run_command
-from mtaccum.memory import FakeTraining, How, Prediction, measure_step
-from mtaccum.memory.predict import Tracker
-from mtaccum.planning import Budget, Plan, PlanReport, plan_training, planner
+from mtaccum.memory import FakeTraining, Prediction, measure_step
+from mtaccum.memory.predict import FlopTracker
+from mtaccum.planning import PLANNED, Budget, Plan, PlanReport, plan_training, planner
 from mtaccum.planning.watcher import Profile, profile_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::mtaccum.InexactWarning")
@@ -199,17 +200,23 @@ class Remembering(FakeTraining):
     """Predicts each way of running a step once, so that many budgets can be tried."""
 
     def predict(
-        self, how: How, *, timeline: bool = False, make_tracker: Callable[..., Tracker] = Tracker
+        self,
+        options: StepOptions | None = None,
+        accumulate: int = 1,
+        *,
+        timeline: bool = False,
+        make_tracker: Callable[..., FlopTracker] = FlopTracker,
     ) -> Prediction:
-        if make_tracker is not Tracker:
-            return super().predict(how, timeline=timeline, make_tracker=make_tracker)
-        known: dict[How, Prediction | MtaccumError] = self.__dict__.setdefault("known", {})
-        if how not in known:
+        if make_tracker is not FlopTracker:
+            return super().predict(options, accumulate, timeline=timeline, make_tracker=make_tracker)
+        known: dict[Way, Prediction | MtaccumError] = self.__dict__.setdefault("known", {})
+        way = Way(self.options if options is None else options, accumulate)
+        if way not in known:
             try:
-                known[how] = super().predict(how, timeline=timeline)
+                known[way] = super().predict(*way, timeline=timeline)
             except MtaccumError as error:
-                known[how] = error
-        found = known[how]
+                known[way] = error
+        found = known[way]
         if isinstance(found, MtaccumError):
             raise found
         return found
@@ -235,26 +242,29 @@ def plans_of(name: str, budget_bytes: int = 2**50) -> PlanReport:
     return plan_training(training_of(name), Budget(budget_bytes, 0, "cpu"))
 
 
+def way_by(plan: Plan) -> Way:
+    """How a plan runs a step."""
+    return Way(plan.options, plan.accumulate)
+
+
 @cache
-def measured(name: str, how: How) -> int:
+def measured(name: str, way: Way) -> int:
     """The peak of the second real step, run as a plan says."""
-    plan = Plan(how, training_of(name).predict(how), 1.0)
     model = build_of(name)()
-    engine = Engine(model, sgd(model), **plan.engine_arguments())
-    engine.step(split_batch(batch_of(), how.accumulate))
-    return measure_step(engine, split_batch(batch_of(), how.accumulate))[1].peak_bytes
+    engine = Engine(model, sgd(model), options=way.options)
+    engine.step(split_batch(batch_of(), way.accumulate))
+    return measure_step(engine, split_batch(batch_of(), way.accumulate))[1].peak_bytes
 
 
 @cache
-def check_gradients(name: str, how: How) -> None:
+def check_gradients(name: str, way: Way) -> None:
     """Those of the joint backward over the whole batch; the random numbers are those of one pass."""
-    plan = Plan(how, training_of(name).predict(how), 1.0)
     reference, model = build_of(name)(), build_of(name)()
     seed_everything(5)
     expected = joint_reference(reference, [batch_of()])
-    engine = Engine(model, **plan.engine_arguments())
+    engine = Engine(model, options=way.options)
     seed_everything(5)
-    engine.accumulate(split_batch(batch_of(), how.accumulate))
+    engine.accumulate(split_batch(batch_of(), way.accumulate))
     assert_close_gradients(model, expected, 1e-12)
 
 
@@ -272,10 +282,10 @@ def test_plans_fit_are_exact_if_they_say_so_and_get_no_better_with_less_memory(n
         plan = plans_of(name, budget).recommended
         assert plan is not None
         assert plan.peak_bytes <= budget
-        assert measured(name, plan.how) <= 1.01 * budget
-        assert measured(name, plan.how) == pytest.approx(plan.peak_bytes, rel=0.01)
+        assert measured(name, way_by(plan)) <= 1.01 * budget
+        assert measured(name, way_by(plan)) == pytest.approx(plan.peak_bytes, rel=0.01)
         if plan.exactness == 0:
-            check_gradients(name, plan.how)
+            check_gradients(name, way_by(plan))
         assert plan.rank[:3] >= last
         last = plan.rank[:3]
         # its peak for a budget: the same, or one as good, but that what chunks need is estimated coarsely
@@ -283,7 +293,7 @@ def test_plans_fit_are_exact_if_they_say_so_and_get_no_better_with_less_memory(n
         assert again is not None
         assert again.peak_bytes <= plan.peak_bytes
         assert again.exactness == plan.exactness
-        assert again.flops_over_summed <= (1.1 if plan.how.chunks else 1.0005) * plan.flops_over_summed
+        assert again.flops_over_summed <= (1.1 if plan.options.chunks else 1.0005) * plan.flops_over_summed
         # a byte less: another one, or none
         below = plans_of(name, plan.peak_bytes - 1)
         assert below.recommended is None or below.recommended.peak_bytes < plan.peak_bytes
@@ -293,30 +303,30 @@ def test_plans_fit_are_exact_if_they_say_so_and_get_no_better_with_less_memory(n
     assert f"{least:,} bytes" in refused.reasons()
 
 
-def test_with_room_for_all_of_it_nothing_is_recomputed_or_cut() -> None:
+def test_with_room_for_all_of_it_nothing_is_recomputed_or_split() -> None:
     for name in MODELS:
         plan = plans_of(name).recommended
         assert plan is not None
-        assert (plan.how.accumulate, plan.how.recompute, plan.how.chunks) == (1, (), ()), name
+        assert (plan.accumulate, plan.options.recompute, plan.options.chunks) == (1, (), {}), name
         assert plan.flops_over_summed <= 1.0, name
 
 
 def test_micro_batches_come_where_nothing_cheaper_does() -> None:
     whole = plans_of("heavy trunk")
-    one = [plan for plan in whole.front if plan.how.accumulate == 1 and plan.flops_over_summed <= 1.0005]
+    one = [plan for plan in whole.pareto_front if plan.accumulate == 1 and plan.flops_over_summed <= 1.0005]
     fits = plans_of("heavy trunk", min(plan.peak_bytes for plan in one)).recommended
     assert fits is not None
-    assert fits.how.accumulate == 1
+    assert fits.accumulate == 1
     below = plans_of("heavy trunk", fits.peak_bytes // 2).recommended
     assert below is not None
-    assert below.how.accumulate > 1
+    assert below.accumulate > 1
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_less_exact_is_recommended_only_where_nothing_exact_fits(name: str) -> None:
     whole = plans_of(name)
     for kind in (0, 1):
-        peaks = [plan.peak_bytes for plan in whole.front if plan.exactness <= kind]
+        peaks = [plan.peak_bytes for plan in whole.pareto_front if plan.exactness <= kind]
         plan = plans_of(name, min(peaks)).recommended
         assert plan is not None
         assert plan.exactness <= kind
@@ -335,7 +345,9 @@ WHY = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_several_micro_batches_are_labelled_by_how_exact_they_are(name: str) -> None:
-    several = [plan for plan in [*plans_of(name).front, plans_of(name).smallest] if plan.how.accumulate > 1]
+    several = [
+        plan for plan in [*plans_of(name).pareto_front, plans_of(name).smallest] if plan.accumulate > 1
+    ]
     exactness, why = WHY.get(name, (0, ""))
     for plan in several:
         assert plan.exactness == exactness
@@ -348,17 +360,17 @@ def test_chunks_of_heads_without_random_numbers_are_exact_beside_a_batchnorm() -
         "batchnorm in the trunk", 3 * plans_of("batchnorm in the trunk").schedules["split"].peak_bytes // 4
     )
     assert plan.recommended is not None
-    assert plan.recommended.how.chunks
+    assert plan.recommended.options.chunks
     assert plan.recommended.exactness == 0
 
 
-def test_heads_that_draw_are_not_cut_into_chunks_while_something_exact_fits() -> None:
+def test_heads_that_draw_are_not_split_into_chunks_while_something_exact_fits() -> None:
     whole = plans_of("dropout in heads")
-    exact = min(plan.peak_bytes for plan in whole.front if plan.exactness == 0)
+    exact = min(plan.peak_bytes for plan in whole.pareto_front if plan.exactness == 0)
     assert whole.smallest.peak_bytes < exact
     plan, below = (plans_of("dropout in heads", budget).recommended for budget in (exact, exact - 1))
     assert plan is not None
-    assert (plan.exactness, plan.how.chunks) == (0, ())
+    assert (plan.exactness, plan.options.chunks) == (0, {})
     assert below is not None
     assert below.exactness == 1
 
@@ -367,13 +379,13 @@ def test_plans_are_as_cheap_as_any_that_is_found_by_trying_them_all() -> None:
     """All K and chunks, with each of the blocks recomputed or not."""
     name = "heavy heads"
     training = training_of(name)
-    flops = training.predict(How("summed")).flops
-    parts = [(), ("trunk",), ("seg", "depth"), ("trunk", "seg", "depth")]
-    cuts = [(), *[(("seg", n), ("depth", n)) for n in (2, 4)]]
+    flops = training.predict(StepOptions("summed")).flops
+    segments = [(), ("trunk",), ("seg", "depth"), ("trunk", "seg", "depth")]
+    chunks = [{}, *[{"seg": n, "depth": n} for n in (2, 4)]]
     tried = [
-        training.predict(How("split", k, part, chunks=cut))
-        for k, part, cut in product((1, 2, 4), parts, cuts)
-        if not cut or k * cut[0][1] <= SAMPLES
+        training.predict(*way_of("split", k, recompute=recompute, chunks=numbers))
+        for k, recompute, numbers in product((1, 2, 4), segments, chunks)
+        if k * numbers.get("seg", 1) <= SAMPLES
     ]
     peaks = sorted(prediction.peak_bytes for prediction in tried)
     for budget in peaks[:: len(peaks) // 4]:
@@ -384,20 +396,20 @@ def test_plans_are_as_cheap_as_any_that_is_found_by_trying_them_all() -> None:
     assert plans_of(name).smallest.peak_bytes <= 1.01 * peaks[0]
 
 
-# --- groups -------------------------------------------------------------------------------------------------
+# --- head groups --------------------------------------------------------------------------------------------
 
 
 def test_small_neighbours_share_a_backward_where_that_fits() -> None:
     plan = plans_of("heavy heads").recommended
     assert plan is not None
-    assert plan.how.groups == (("cls", "number"),)
-    assert plans_of("linear heads").recommended.how.groups == (tuple(f"t{i}" for i in range(6)),)  # type: ignore[union-attr]
+    assert plan.options.head_groups == (("cls", "number"),)
+    assert plans_of("linear heads").recommended.options.head_groups == (tuple(f"t{i}" for i in range(6)),)  # type: ignore[union-attr]
 
 
 def test_heads_of_different_modes_share_nothing() -> None:
     plan = plans_of("modes").recommended
     assert plan is not None
-    assert plan.how.groups == ()
+    assert plan.options.head_groups == ()
 
 
 def wide() -> MultiTaskModel:
@@ -406,20 +418,20 @@ def wide() -> MultiTaskModel:
     return MultiTaskModel(shared(), heads, inputs="image").double()
 
 
-def test_groups_that_do_not_fit_are_not_made() -> None:
+def test_head_groups_that_do_not_fit_are_not_made() -> None:
     training = FakeTraining(wide, batch_of(), build_optimizer=sgd)
-    alone, together = (
-        training.predict(How("split", groups=groups)).peak_bytes for groups in ((), (("a", "b"),))
+    apart, grouped = (
+        training.predict(StepOptions(head_groups=groups)).peak_bytes for groups in ((), (("a", "b"),))
     )
-    assert alone < together
+    assert apart < grouped
 
     def groups(budget_bytes: int) -> tuple[tuple[str, ...], ...]:
         plan = find_plan(wide, batch_of(), budget_bytes=budget_bytes, build_optimizer=sgd).recommended
         assert plan is not None
-        return plan.how.groups
+        return plan.options.head_groups
 
-    assert groups(together) == (("a", "b"),)
-    assert groups(together - 1) == ()
+    assert groups(grouped) == (("a", "b"),)
+    assert groups(grouped - 1) == ()
 
 
 # --- batches and labels -------------------------------------------------------------------------------------
@@ -428,7 +440,7 @@ def test_groups_that_do_not_fit_are_not_made() -> None:
 def test_a_batch_of_one_sample_has_one_micro_batch() -> None:
     report = find_plan(build_of("heavy heads"), batch_of(1), build_optimizer=sgd)
     assert report.samples == 1
-    assert {plan.how.accumulate for plan in (*report.front, report.smallest)} == {1}
+    assert {plan.accumulate for plan in (*report.pareto_front, report.smallest)} == {1}
 
 
 def test_an_empty_batch_is_refused() -> None:
@@ -437,10 +449,10 @@ def test_an_empty_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("samples", [3, 5])
-def test_a_batch_of_an_odd_number_is_cut_into_as_many_at_most(samples: int) -> None:
+def test_a_batch_of_an_odd_number_is_split_into_as_many_at_most(samples: int) -> None:
     training = FakeTraining(build_of("heavy trunk"), batch_of(samples), build_optimizer=sgd)
     smallest = plan_training(training, Budget(2**50, 0, "cpu")).smallest
-    assert smallest.how.accumulate == samples
+    assert smallest.accumulate == samples
 
 
 def test_tasks_without_labels_are_left_out_of_the_plan() -> None:
@@ -448,17 +460,17 @@ def test_tasks_without_labels_are_left_out_of_the_plan() -> None:
     batch["seg"][:] = 255
     batch["depth"] = None
     report = find_plan(build_of("heavy heads"), batch, build_optimizer=sgd)
-    names = {part for plan in report.front for part in plan.how.recompute}
+    names = {segment for plan in report.pareto_front for segment in plan.options.recompute}
     assert not any(name.startswith(("seg", "depth")) for name in names)
     assert report.schedules["summed"].peak_bytes < plans_of("heavy heads").schedules["summed"].peak_bytes
 
 
 def test_a_plan_is_the_same_each_time() -> None:
-    def found() -> list[How]:
+    def found() -> list[Way]:
         training = FakeTraining(build_of("dropout in heads"), batch_of(), build_optimizer=sgd)
         report = plan_training(training, Budget(300_000, 0, "cpu"))
         assert report.recommended is not None
-        return [report.recommended.how, report.smallest.how, *(plan.how for plan in report.front)]
+        return list(map(way_by, (report.recommended, report.smallest, *report.pareto_front)))
 
     assert found() == found()
 
@@ -472,9 +484,7 @@ def test_a_refusal_says_how_little_can_do_and_what_that_is() -> None:
     smallest = plans_of("heavy heads").smallest
     text = str(refused.value)
     assert text.startswith("nothing fits 1000 B (1,000 bytes).")
-    assert (
-        f"{smallest.peak_bytes:,} bytes; {smallest.describe()}, accumulate={smallest.how.accumulate}" in text
-    )
+    assert f"{smallest.peak_bytes:,} bytes; {smallest.describe()}, accumulate={smallest.accumulate}" in text
     assert f"in {smallest.prediction.stage}: " in text
     for kind, nbytes in smallest.prediction.by_kind.items():
         assert (f"{kind} " in text.split(": ", 2)[-1]) == (nbytes > 0), kind
@@ -484,20 +494,20 @@ def test_a_refusal_says_how_little_can_do_and_what_that_is() -> None:
 @pytest.mark.parametrize("name", ["heavy heads", "batchnorm in the trunk", "dropout everywhere"])
 def test_a_front_holds_nothing_that_another_plan_beats(name: str) -> None:
     report = plans_of(name, 250_000)
-    peaks = [plan.peak_bytes for plan in report.front]
+    peaks = [plan.peak_bytes for plan in report.pareto_front]
     assert peaks == sorted(peaks, reverse=True)
-    assert any(plan.how == How("summed") for plan in report.front)
-    assert report.recommended in report.front
-    for plan in report.front:
+    assert any(way_by(plan) == way_of("summed") for plan in report.pareto_front)
+    assert report.recommended in report.pareto_front
+    for plan in report.pareto_front:
         better = [
             other
-            for other in report.front
+            for other in report.pareto_front
             if other.peak_bytes < plan.peak_bytes
             and other.flops_over_summed <= plan.flops_over_summed
             and other.exactness <= plan.exactness
-            and other.how.accumulate <= plan.how.accumulate
+            and other.accumulate <= plan.accumulate
         ]
-        assert not better or plan.how == How("summed") or plan == report.recommended
+        assert not better or way_by(plan) == way_of("summed") or plan == report.recommended
 
 
 def test_a_report_is_a_table_with_one_arrow_and_the_options() -> None:
@@ -507,8 +517,8 @@ def test_a_report_is_a_table_with_one_arrow_and_the_options() -> None:
     text = str(report)
     lines = text.splitlines()
     assert lines[0] == "budget 195.3 KiB on cpu"
-    rows = [line for line in lines if line.endswith(tuple(p.describe() for p in report.front))]
-    assert len(rows) >= len(report.front)
+    rows = [line for line in lines if line.endswith(tuple(p.describe() for p in report.pareto_front))]
+    assert len(rows) >= len(report.pareto_front)
     arrows = [line for line in lines if line.startswith("->")]
     assert len(arrows) == 2, "the row, and the reasons"
     assert plan.describe() in arrows[0]
@@ -529,12 +539,12 @@ def test_a_report_is_a_dict_for_json(budget: int) -> None:
     report = plans_of("dropout everywhere", budget)
     values = json.loads(json.dumps(report.as_dict()))
     assert values == report.as_dict() | {
-        key: values[key] for key in ("front", "schedules", "smallest", "recommended")
+        key: values[key] for key in ("pareto_front", "schedules", "smallest", "recommended")
     }
     assert values["budget"]["tensor_bytes"] == budget
     assert values["batch_size"] == SAMPLES
     assert set(values["schedules"]) == {"summed", "sequential", "split"}
-    for plan in (*values["front"], values["smallest"]):
+    for plan in (*values["pareto_front"], values["smallest"]):
         assert sum(plan["peak_by_kind"].values()) == plan["peak_bytes"]
         assert plan["exactness"] in ("exact", "exact in distribution", "not exact")
         assert (plan["why"] == "") == (plan["exactness"] == "exact")
@@ -547,11 +557,11 @@ def test_flops_are_told_over_those_of_the_joint_backward() -> None:
     assert report.schedules["sequential"].flops_over_summed > 1.5
 
 
-# --- engine arguments and overrides -------------------------------------------------------------------------
+# --- options and overrides ----------------------------------------------------------------------------------
 
 
-def plan_of(how: How) -> Plan:
-    return Plan(how, Prediction(0, 0, "", {}, 0), 1.0)
+def plan_of(way: Way) -> Plan:
+    return Plan(*way, Prediction(0, 0, "", {}, 0), 1.0)
 
 
 def composed(tmp_path: Path, overrides: list[str], more: list[str]) -> RunConfig:
@@ -562,65 +572,78 @@ def composed(tmp_path: Path, overrides: list[str], more: list[str]) -> RunConfig
     return configs[0]
 
 
-HOWS = [
-    How("summed"),
-    How("sequential", 8),
-    How("split", 4, ("trunk", "seg[0:3]", "depth.0")),
-    How("split", 1, ("trunk.levels.1[0:2]",), (("cls", "number"),)),
-    How("split", 2, (), (("cls", "number"),), (("seg", 4), ("depth", 2))),
-    How("split", offload=True),
+WAYS = [
+    way_of("summed"),
+    way_of("sequential", 8),
+    way_of("split", 4, recompute=("trunk", "seg[0:3]", "depth.0")),
+    way_of("split", recompute=("trunk.levels.1[0:2]",), head_groups=(("cls", "number"),)),
+    way_of("split", 2, head_groups=(("cls", "number"),), chunks={"seg": 4, "depth": 2}),
+    way_of("split", offload=True),
 ]
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
-def test_options_that_are_pasted_give_the_engine_the_same_arguments(how: How, tmp_path: Path) -> None:
-    plan = plan_of(how)
-    pasted = shlex.split(shlex.join(plan.overrides()))
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_options_that_are_pasted_give_the_engine_the_same_ones(way: Way, tmp_path: Path) -> None:
+    pasted = shlex.split(shlex.join(plan_of(way).overrides()))
     config = composed(tmp_path, pasted, ["+tasks=[seg,cls,number,depth]"])
-    assert config.micro_batches == how.accumulate
-    engine = config.engine.model_dump()
-    given = plan.engine_arguments()
-    assert {name: engine[name] for name in given} == given
-    rest = {"recompute": [], "groups": [], "chunks": {}, "offload": False}
-    assert {name: engine[name] for name in rest if name not in given} == {
-        name: value for name, value in rest.items() if name not in given
+    assert config.micro_batches == way.accumulate
+    assert {name: getattr(config.engine, name) for name in PLANNED} == {
+        name: getattr(way.options, name) for name in PLANNED
     }
 
 
 @pytest.mark.parametrize("name", ["seg-1", "2d", "my task", "null", "on", "a+b", "True"])
 def test_names_of_tasks_that_need_quotes_are_pasted_as_they_are(name: str, tmp_path: Path) -> None:
-    how = How("split", 2, (f"{name}.0",), ((name, "other"),))
-    config = composed(tmp_path, plan_of(how).overrides(), ["+tasks=[seg]"])
-    assert (config.engine.recompute, config.engine.groups) == ([f"{name}.0"], [[name, "other"]])
+    way = way_of("split", 2, recompute=(f"{name}.0",), head_groups=((name, "other"),))
+    config = composed(tmp_path, plan_of(way).overrides(), ["+tasks=[seg]"])
+    assert (config.engine.recompute, config.engine.head_groups) == ((f"{name}.0",), ((name, "other"),))
     if name not in ("null", "True"):  # which no key of Hydra's grammar can be
-        config = composed(tmp_path, plan_of(How("split", chunks=((name, 4),))).overrides(), ["+tasks=[seg]"])
+        way = way_of(chunks={name: 4})
+        config = composed(tmp_path, plan_of(way).overrides(), ["+tasks=[seg]"])
         assert config.engine.chunks == {name: 4}
 
 
-def test_engine_arguments_hold_what_is_not_usual_only() -> None:
-    assert plan_of(How("summed")).engine_arguments() == {"schedule": "summed"}
-    assert plan_of(HOWS[4]).engine_arguments() == {
+def test_overrides_hold_what_is_not_usual_only() -> None:
+    assert plan_of(way_of("summed")).overrides() == ["engine=summed", "accumulate=1"]
+    assert plan_of(way_of("split", 8, offload=True)).overrides() == [
+        *("engine=split", "accumulate=8", "engine.offload=true")
+    ]
+    assert plan_of(WAYS[4]).overrides() == [
+        "engine=split",
+        "accumulate=2",
+        "engine.head_groups=[[cls,number]]",
+        "engine.chunks={seg:4,depth:2}",
+    ]
+
+
+def test_a_plan_is_plain_lists_and_dicts_for_json() -> None:
+    values = plan_of(WAYS[4]).as_dict()
+    assert {name: values[name] for name in (*PLANNED, "accumulate")} == {
         "schedule": "split",
-        "groups": [["cls", "number"]],
+        "recompute": [],
+        "head_groups": [["cls", "number"]],
         "chunks": {"seg": 4, "depth": 2},
+        "offload": False,
+        "accumulate": 2,
     }
+    assert type(values["chunks"]) is dict
 
 
-def test_plans_rank_by_exactness_then_cost_then_how_much_they_are_cut_then_memory() -> None:
-    def ranked(how: How, flops: float = 1.0, exactness: int = 0, peak: int = 10) -> tuple[float, ...]:
-        return Plan(how, Prediction(peak, 0, "", {}, 0), flops, exactness).rank
+def test_plans_rank_by_exactness_then_cost_then_into_how_much_they_are_split_then_memory() -> None:
+    def ranked(way: Way, flops: float = 1.0, exactness: int = 0, peak: int = 10) -> tuple[float, ...]:
+        return Plan(*way, Prediction(peak, 0, "", {}, 0), flops, exactness).rank
 
-    plain = How("split")
+    plain = way_of("split")
     better_first = [
-        ranked(How("split", groups=(("a", "b"),)), peak=30),
+        ranked(way_of("split", head_groups=(("a", "b"),)), peak=30),
         ranked(plain, peak=20),
         ranked(plain, peak=25),
-        ranked(How("split", recompute=("trunk.3",))),
-        ranked(How("split", chunks=(("a", 2),))),
-        ranked(How("split", 2)),
+        ranked(way_of("split", recompute=("trunk.3",))),
+        ranked(way_of("split", chunks={"a": 2})),
+        ranked(way_of("split", 2)),
         ranked(plain, flops=1.002),
         ranked(plain, flops=2.0),
-        ranked(How("split", offload=True)),
+        ranked(way_of("split", offload=True)),
         ranked(plain, exactness=1),
         ranked(plain, exactness=2),
     ]

@@ -11,8 +11,8 @@ import torch
 from architectures import Made, Scored
 from torch import Tensor, nn
 
-from mtaccum import MultiTaskModel, Neck
-from mtaccum.memory import FakeTraining, How
+from mtaccum import MultiTaskModel, Neck, StepOptions
+from mtaccum.memory import FakeTraining
 from mtaccum.planning.profile import Candidate, Chain, Level
 from mtaccum.planning.profile import Made as Storage
 from mtaccum.planning.search import Branch, Choice, Share, _Step, _steps
@@ -79,7 +79,7 @@ def test_each_candidate_can_be_recomputed() -> None:
     for chain in profile_of(training).chains.values():
         assert chain.candidates
         for candidate in chain.candidates:
-            training.predict(How("split", recompute=(candidate.name,)))
+            training.predict(StepOptions(recompute=(candidate.name,)))
 
 
 def test_a_module_that_runs_twice_is_no_candidate() -> None:
@@ -322,19 +322,19 @@ def test_the_search_is_as_good_as_the_best_of_all_sets_of_blocks() -> None:
                 names = tuple(candidate.name for candidate in chosen)
                 sets += [names, *((*names, candidate.name) for candidate in in_head)]
     assert len(sets) > 30
-    predicted = [training.predict(How("split", recompute=names)) for names in sets]
-    flops = training.predict(How("split")).flops
+    predicted = [training.predict(StepOptions(recompute=names)) for names in sets]
+    flops = training.predict(StepOptions()).flops
 
     peaks = sorted({prediction.peak_bytes for prediction in predicted})
     for budget in peaks[:: max(1, len(peaks) // 8)]:
         choice = forest.best(budget)
         assert choice is not None
-        real = training.predict(How("split", recompute=choice.recompute))
+        real = training.predict(StepOptions(recompute=choice.recompute))
         assert real.peak_bytes <= 1.005 * budget
         assert choice.needed_bytes == pytest.approx(real.peak_bytes, rel=0.01)
         best = min(prediction.flops for prediction in predicted if prediction.peak_bytes <= budget)
         assert real.flops <= 1.001 * best
         again = real.flops - flops
         assert again <= choice.cost <= again + sum(trunk.moved_bytes) + sum(head.moved_bytes)
-    least = training.predict(How("split", recompute=forest.least().recompute)).peak_bytes
+    least = training.predict(StepOptions(recompute=forest.least().recompute)).peak_bytes
     assert least <= 1.002 * peaks[0]

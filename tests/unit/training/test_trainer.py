@@ -202,7 +202,7 @@ def test_skipped_steps_are_counted_and_logged_and_not_trained_n7(tmp_path: Path)
     outcome = trainer.fit()
     assert outcome.steps == 6
     # each epoch has 4 batches, of which one is bad
-    assert trainer.engine.skips.total == 2
+    assert trainer.engine.skipped_steps.total == 2
     assert trainer.engine.lr_scheduler is not None
     assert trainer.engine.lr_scheduler.last_epoch == 6
     (notes,) = trainer.loggers

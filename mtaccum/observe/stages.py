@@ -1,4 +1,4 @@
-"""Stages: what a step is doing at the moment, said to whoever watches it (a memory tracker, say)."""
+"""Stages: what a step is doing at the moment, told to whoever looks on (a memory tracker, say)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
-class Observer(Protocol):
+class StageObserver(Protocol):
     """Is told of stages while it is ``observing``."""
 
     def begins(self, node: str, phase: str) -> None:
-        """A node begins its ``forward`` or ``backward``, or the ``optimizer`` its ``step``. A group of heads
+        """A node begins its ``forward`` or ``backward``, or the ``optimizer`` its ``step``. A head group
         is called ``seg+cls``, and the joint backward of ``summed`` is of ``all tasks``."""
 
     def ends(self, node: str, phase: str) -> None:
@@ -25,11 +25,11 @@ class Observer(Protocol):
         """A node's features were detached; ``leaves`` will get the gradients of its children."""
 
 
-_observers: list[Observer] = []
+_observers: list[StageObserver] = []
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observing(observer: StageObserver) -> Iterator[None]:
     """Tell ``observer`` of the stages of all steps that run inside."""
     _observers.append(observer)
     try:
@@ -42,13 +42,13 @@ def observing(observer: Observer) -> Iterator[None]:
 @contextmanager
 def stage(node: str, phase: str) -> Iterator[None]:
     """Around a node's forward or backward."""
-    watching = list(_observers)
-    for observer in watching:
+    told = list(_observers)
+    for observer in told:
         observer.begins(node, phase)
     try:
         yield
     finally:
-        for observer in watching:
+        for observer in told:
             observer.ends(node, phase)
 
 

@@ -14,7 +14,7 @@ from helpers import Failing, Squared
 from torch import Tensor, nn
 
 from mtaccum import Engine, MultiTaskModel, Neck, TaskError, sequential_backward, split_backward
-from mtaccum.engine.stages import observing, stage
+from mtaccum.observe import observing, stage
 
 
 @dataclass
@@ -108,12 +108,12 @@ def test_summed_has_one_backward_of_all_tasks() -> None:
     )
 
 
-def test_a_group_is_one_stage_by_the_names_of_its_tasks() -> None:
-    assert heard("split", groups=[["b", "a"]]) == both(
+def test_a_head_group_is_one_stage_by_the_names_of_its_tasks() -> None:
+    assert heard("split", head_groups=[["b", "a"]]) == both(
         *("trunk forward", "cut 2", "neck forward", "cut 1", "a+b forward", "a+b backward", "neck backward"),
         *("c forward", "c backward", "trunk backward"),
     )
-    assert heard("sequential", groups=[["b", "a"]]) == both(
+    assert heard("sequential", head_groups=[["b", "a"]]) == both(
         *("trunk forward", "neck forward", "a+b forward", "a+b backward"),
         *("trunk forward", "c forward", "c backward"),
     )

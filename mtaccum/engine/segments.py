@@ -1,10 +1,10 @@
-"""Parts: which modules of a model a name or pattern stands for."""
+"""Segments: which modules of a model a name or pattern in ``recompute`` stands for."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ _SLICE = re.compile(r"([^\[\]]+)\[(?:(-?\d+)|(-?\d+)?(:)(-?\d+)?|)\]")
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A module to recompute, or a run of a Sequential's children.
 
     Attributes:
@@ -32,8 +32,8 @@ class Part:
     children: tuple[int, int] | None = None
 
 
-def find_parts(model: MultiTaskModel, patterns: Iterable[str]) -> list[Part]:
-    """The parts that names and patterns stand for.
+def find_segments(model: MultiTaskModel, patterns: Iterable[str]) -> list[Segment]:
+    """The segments that names and patterns stand for.
 
     A name is that of a node (``trunk``, a neck or a task, whose head it then is) or of a module in it
     (``trunk.layer1``, ``seg.0``); ``*`` and ``?`` stand for letters of one name between dots;
@@ -42,13 +42,8 @@ def find_parts(model: MultiTaskModel, patterns: Iterable[str]) -> list[Part]:
     Raises:
         ConfigError: nothing has that name, or it can't be run by itself.
     """
-    if isinstance(patterns, str) or not isinstance(patterns, Collection | Iterator):
-        raise ConfigError(f"recompute must be a list of names of modules, got {patterns!r}.")
-    patterns = list(patterns)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"recompute must be a list of names of modules, got {patterns!r}.")
     modules = _modules(model)
-    parts: dict[tuple[int, tuple[int, int] | None], Part] = {}
+    segments: dict[tuple[int, tuple[int, int] | None], Segment] = {}
     for pattern in patterns:
         name, children = _sliced(pattern)
         found = {n: entry for n, entry in modules.items() if _matches(n, name)}
@@ -57,10 +52,10 @@ def find_parts(model: MultiTaskModel, patterns: Iterable[str]) -> list[Part]:
         if not found:
             raise ConfigError(_unknown(pattern, name, modules))
         for match, (node, module) in found.items():
-            part = _part(match, node, module, children)
-            parts.setdefault((id(part.module), part.children), part)
-    _refuse_overlaps(list(parts.values()))
-    return list(parts.values())
+            segment = _segment(match, node, module, children)
+            segments.setdefault((id(segment.module), segment.children), segment)
+    _refuse_overlaps(list(segments.values()))
+    return list(segments.values())
 
 
 def _modules(model: MultiTaskModel) -> dict[str, tuple[str, nn.Module]]:
@@ -70,9 +65,9 @@ def _modules(model: MultiTaskModel) -> dict[str, tuple[str, nn.Module]]:
         prefixes = [node]
         if node in model.tasks or node in model.necks:
             prefixes.append(f"tasks.{node}.head" if node in model.tasks else f"necks.{node}.module")
-        for name, part in module.named_modules(remove_duplicate=False):
+        for name, inner in module.named_modules(remove_duplicate=False):
             for prefix in prefixes:
-                found[f"{prefix}.{name}" if name else prefix] = node, part
+                found[f"{prefix}.{name}" if name else prefix] = node, inner
     return found
 
 
@@ -105,16 +100,18 @@ def _matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
-def _part(name: str, node: str, module: nn.Module, children: tuple[int | None, int | None] | None) -> Part:
+def _segment(
+    name: str, node: str, module: nn.Module, children: tuple[int | None, int | None] | None
+) -> Segment:
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"recompute: {name!r} is a ScriptModule, whose forward can't be replaced.")
     if children is None:
         if not _has_forward(module):
             raise ConfigError(
                 f"recompute: {name!r} is a {type(module).__name__}, which has no forward of its own. Name "
-                f"its parts: '{name}.*'."
+                f"what is in it: '{name}.*'."
             )
-        return Part(name, node, module)
+        return Segment(name, node, module)
     own = type(module).forward is not nn.Sequential.forward or "forward" in vars(module)
     if not isinstance(module, nn.Sequential) or own:
         raise ConfigError(
@@ -129,20 +126,20 @@ def _part(name: str, node: str, module: nn.Module, children: tuple[int | None, i
             f"[{'' if children[0] is None else children[0]}:{'' if children[1] is None else children[1]}] "
             f"is no run of them."
         )
-    return Part(f"{name}[{start}:{stop}]", node, module, (start, stop))
+    return Segment(f"{name}[{start}:{stop}]", node, module, (start, stop))
 
 
-def _refuse_overlaps(parts: Sequence[Part]) -> None:
-    ends: dict[int, Part] = {}
-    for part in sorted((p for p in parts if p.children), key=lambda p: (id(p.module), p.children)):
-        before = ends.get(id(part.module))
-        if before and before.children and part.children and part.children[0] < before.children[1]:
-            raise ConfigError(f"recompute: {before.name!r} and {part.name!r} overlap.")
-        ends[id(part.module)] = part
+def _refuse_overlaps(segments: Sequence[Segment]) -> None:
+    ends: dict[int, Segment] = {}
+    for segment in sorted((s for s in segments if s.children), key=lambda s: (id(s.module), s.children)):
+        before = ends.get(id(segment.module))
+        if before and before.children and segment.children and segment.children[0] < before.children[1]:
+            raise ConfigError(f"recompute: {before.name!r} and {segment.name!r} overlap.")
+        ends[id(segment.module)] = segment
 
 
 def _unknown(pattern: str, name: str, modules: Collection[str]) -> str:
-    """What there is below the part of the name that exists."""
+    """What there is below that much of the name as exists."""
     above = name
     while above and above not in modules:
         above = above.rpartition(".")[0]

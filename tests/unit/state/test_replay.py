@@ -13,8 +13,8 @@ from helpers import RandomState, assert_equal_states, seed_everything
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from mtaccum.engine.replay import RandomState as Generators
-from mtaccum.engine.replay import Replay, frozen, swapped_buffers
+from mtaccum.state import RandomState as Generators
+from mtaccum.state import Replay, not_learning, swapped_buffers
 
 
 def draw() -> list[float]:
@@ -175,7 +175,7 @@ def test_swapped_buffers_are_worked_on_and_leave_no_trace() -> None:
     assert norm.nothing is None
 
 
-# --- frozen -----------------------------------------------------------------------------------------------
+# --- not learning -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -184,11 +184,11 @@ def head() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 
 
-def test_a_frozen_module_passes_gradients_on_without_learning_b3(head: nn.Sequential) -> None:
+def test_a_module_that_is_not_learning_passes_gradients_on_b3(head: nn.Sequential) -> None:
     head[2].bias.requires_grad_(False)
     x = torch.rand(5, 3, requires_grad=True)
     before = buffers_of(head)
-    with frozen(head):
+    with not_learning(head):
         loss = head(x).pow(2).sum()
     loss.backward()
     assert x.grad is not None
@@ -197,12 +197,12 @@ def test_a_frozen_module_passes_gradients_on_without_learning_b3(head: nn.Sequen
     assert [parameter.requires_grad for parameter in head.parameters()] == [True] * 5 + [False]
 
 
-def test_a_frozen_modules_gradient_to_its_input_is_the_usual_one_b3(head: nn.Sequential) -> None:
+def test_its_gradient_to_the_input_is_the_usual_one_b3(head: nn.Sequential) -> None:
     gradients = []
     for freeze in (False, True):
         x = torch.linspace(0, 1, 15).reshape(5, 3).requires_grad_()
         if freeze:
-            with frozen(head):
+            with not_learning(head):
                 loss = F.softplus(head(x)).sum()
         else:
             loss = F.softplus(head(x)).sum()
@@ -211,9 +211,9 @@ def test_a_frozen_modules_gradient_to_its_input_is_the_usual_one_b3(head: nn.Seq
     assert torch.equal(gradients[0], gradients[1])
 
 
-def test_an_error_inside_frozen_puts_everything_back(head: nn.Sequential) -> None:
+def test_an_error_inside_not_learning_puts_everything_back(head: nn.Sequential) -> None:
     before = buffers_of(head)
-    with pytest.raises(RuntimeError, match="broken"), frozen(head):
+    with pytest.raises(RuntimeError, match="broken"), not_learning(head):
         fail_after(lambda: head(torch.rand(5, 3)))
     assert all(parameter.requires_grad for parameter in head.parameters())
     assert_equal_states(buffers_of(head), before)

@@ -1,4 +1,4 @@
-"""Parameters that are spread over the ranks: what each holds, what is refused, and whole models again."""
+"""Sharded parameters: what each rank holds, what is refused, and unsharded models again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import pytest
 import torch
 from helpers import Failing, Squared, assert_equal_states, plain_batch, plain_model
 from pool import Pool
-from ranked import batch, raised, tree, whole_parameters
+from ranked import batch, full_parameters, raised, tree
 from torch import Tensor, nn
 
 from mtaccum import Engine, MultiTaskModel
-from mtaccum.parallel import current_ranks, gathered, is_sharded, local, shard, spread_like, whole
+from mtaccum.parallel import (
+    current_ranks,
+    distribute_like,
+    full_tensor,
+    is_sharded,
+    shard,
+    to_local,
+    unsharded,
+)
 
 
 def held() -> dict[str, Any]:
@@ -23,11 +31,11 @@ def held() -> dict[str, Any]:
     model = tree(seed=current_ranks().rank)
     shard(model)
     shard(model)  # once more does nothing
-    parts = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
-    return {"names": list(model.state_dict()), "parts": parts, "whole": whole_parameters(model)}
+    held = {name: to_local(parameter).numel() for name, parameter in model.named_parameters()}
+    return {"names": list(model.state_dict()), "held": held, "full": full_parameters(model)}
 
 
-def test_each_rank_has_a_part_of_what_the_first_rank_had(pool: Pool) -> None:
+def test_each_rank_has_a_shard_of_what_rank_0_had(pool: Pool) -> None:
     model = tree(seed=0)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
 
@@ -35,9 +43,9 @@ def test_each_rank_has_a_part_of_what_the_first_rank_had(pool: Pool) -> None:
 
     for of_rank in found:
         assert of_rank["names"] == list(model.state_dict())
-        assert_equal_states(of_rank["whole"], dict(model.named_parameters()))
-    assert {name: sum(of_rank["parts"][name] for of_rank in found) for name in sizes} == sizes
-    assert max(of_rank["parts"]["trunk.conv.weight"] for of_rank in found) < sizes["trunk.conv.weight"]
+        assert_equal_states(of_rank["full"], dict(model.named_parameters()))
+    assert {name: sum(of_rank["held"][name] for of_rank in found) for name in sizes} == sizes
+    assert max(of_rank["held"]["trunk.conv.weight"] for of_rank in found) < sizes["trunk.conv.weight"]
 
 
 class Scalar(nn.Module):
@@ -62,10 +70,10 @@ def with_trunk(trunk: Callable[[], nn.Module]) -> MultiTaskModel:
 REFUSED = {
     "tied": (
         partial(tree, tied=True),
-        "can't spread parameters that nodes share, and 'parts' and 'again' do",
+        "can't shard parameters that nodes share, and 'terms' and 'again' do",
     ),
     "frozen": (frozen_head, "can't freeze a head while its trunk learns, as mode=frozen of 'value' asks"),
-    "scalar": (partial(with_trunk, Scalar), "can't spread the module of 'trunk': "),
+    "scalar": (partial(with_trunk, Scalar), "can't shard the module of 'trunk': "),
     "container": (partial(with_trunk, partial(nn.ModuleList, [nn.Linear(3, 3)])), "of 'trunk': "),
 }
 
@@ -75,7 +83,7 @@ def refused(build: Callable[[], MultiTaskModel]) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_models_that_cant_be_spread_are_refused_by_name(pool: Pool, what: str) -> None:
+def test_models_that_cant_be_sharded_are_refused_by_name(pool: Pool, what: str) -> None:
     build, message = REFUSED[what]
     for error in pool.run(refused, build):
         assert error.startswith("ConfigError: parallel=fsdp ")
@@ -89,7 +97,7 @@ def engines() -> dict[str, str]:
     fitting = raised(Engine, model, optimizer, parallel="fsdp"), raised(Engine, model, optimizer)
     return {
         "fitting": " ".join(fitting),
-        "not spread": raised(Engine, bare, parallel="fsdp"),
+        "not sharded": raised(Engine, bare, parallel="fsdp"),
         "as ddp": raised(Engine, model, optimizer, parallel="ddp"),
         "as none": raised(Engine, model, optimizer, parallel="none"),
         "chunks": raised(Engine, model, optimizer, chunks={"cls": 2}),
@@ -103,19 +111,19 @@ def engines() -> dict[str, str]:
 def test_engines_refuse_what_doesnt_go_together(pool: Pool) -> None:
     for errors in pool.run(engines):
         assert errors["fitting"] == "nothing was raised nothing was raised"
-        assert "call mtaccum.parallel.shard(model) before" in errors["not spread"]
+        assert "call mtaccum.parallel.shard(model) before" in errors["not sharded"]
         for kind in ("ddp", "none"):
-            assert f"spread over the ranks, so parallel='{kind}' can't train it" in errors[f"as {kind}"]
+            assert f"sharded over the ranks, so parallel='{kind}' can't train it" in errors[f"as {kind}"]
         for option in ("chunks", "compile", "comm_hook", "scaler"):
             assert errors[option].startswith(f"ConfigError: {option} doesn't go with parallel=fsdp; use ")
         assert "batchnorm=sync works on CUDA only" in errors["sync"]
 
 
-# --- whole models ------------------------------------------------------------------------------------------
+# --- unsharded models --------------------------------------------------------------------------------------
 
 
-def gathered_copies() -> dict[str, Any]:
-    """Predictions of a gathered model, on the first rank alone and after the original has learned more."""
+def unsharded_copies() -> dict[str, Any]:
+    """Predictions of an unsharded model, on rank 0 only and after the original has learned more."""
     ranks = current_ranks()
     model = tree()
     shard(model)
@@ -123,23 +131,23 @@ def gathered_copies() -> dict[str, Any]:
     engine.step([batch(1), batch(2)])
     model.task("seg").weight, model.task("cls").mode = 0.25, "off"
     model.eval()
-    parameters, buffers = whole_parameters(model), copy.deepcopy(dict(model.named_buffers()))
-    one = gathered(model)
+    parameters, buffers = full_parameters(model), copy.deepcopy(dict(model.named_buffers()))
+    one = unsharded(model)
     found = {"parameters": parameters, "buffers": buffers, "state": one.state_dict()}
     found["settings"] = one.task("seg").weight, one.task("cls").mode, one.training, is_sharded(one)
-    if ranks.first:  # nobody else takes part
+    if ranks.is_rank_zero:  # the others run nothing
         found["first"] = one(batch(3))
     model.train()
     engine.step([batch(4), batch(5)])
     one.train()
     one(batch(6))  # moves its own running statistics
-    found["later"] = {name: whole(p.detach()) for name, p in one.named_parameters()}
+    found["later"] = {name: full_tensor(p.detach()) for name, p in one.named_parameters()}
     found["moved"] = [n for n, b in model.named_buffers() if torch.equal(b, dict(one.named_buffers())[n])]
     return found
 
 
-def test_a_gathered_model_is_whole_and_independent(pool: Pool) -> None:
-    found = pool.run(gathered_copies)
+def test_an_unsharded_model_is_full_and_independent(pool: Pool) -> None:
+    found = pool.run(unsharded_copies)
 
     model = tree()
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -159,20 +167,20 @@ def test_a_gathered_model_is_whole_and_independent(pool: Pool) -> None:
         torch.testing.assert_close(prediction, model(batch(3))[task], rtol=1e-10, atol=1e-10)
 
 
-def spread_again() -> list[Tensor]:
+def sharded_again() -> list[Tensor]:
     model = plain_model()
     shard(model)
     like = dict(model.named_parameters())["tasks.cls.head.weight"]
     values = torch.arange(32.0).reshape(4, 8) * (1 + current_ranks().rank)
-    spread = spread_like(values, like)
+    sharded = distribute_like(values, like)
     other_shape, bare = torch.ones(3), torch.ones(4, 8)
-    assert spread_like(other_shape, like) is other_shape
-    assert spread_like(bare, bare) is bare
-    return [whole(spread), local(spread)]
+    assert distribute_like(other_shape, like) is other_shape
+    assert distribute_like(bare, bare) is bare
+    return [full_tensor(sharded), to_local(sharded)]
 
 
-def test_tensors_are_spread_as_parameters_are(pool: Pool) -> None:
-    (all_of_it, first), (again, second) = pool.run(spread_again)
+def test_tensors_are_sharded_as_parameters_are(pool: Pool) -> None:
+    (all_of_it, first), (again, second) = pool.run(sharded_again)
 
     assert torch.equal(all_of_it, torch.arange(32.0).reshape(4, 8))
     assert torch.equal(again, all_of_it)
@@ -218,7 +226,7 @@ def nothing_to_do() -> list[Any]:
     shard(model)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     unlabelled = {"x": plain_batch(2)["x"], "cls": None, "value": None, "other": None}
-    results = [engine.step([unlabelled] if current_ranks().first else []), engine.step([])]
+    results = [engine.step([unlabelled] if current_ranks().is_rank_zero else []), engine.step([])]
     for task in model.tasks_by_name().values():
         task.mode = "off"
     return [*results, engine.step([plain_batch(2)])]
@@ -227,4 +235,4 @@ def nothing_to_do() -> list[Any]:
 def test_a_window_without_anything_to_learn_is_no_step(pool: Pool) -> None:
     for results in pool.run(nothing_to_do):
         assert [result.stepped for result in results] == [False] * 3
-        assert [len(result.skipped) for result in results] == [3, 3, 0]
+        assert [len(result.idle) for result in results] == [3, 3, 0]

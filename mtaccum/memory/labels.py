@@ -1,4 +1,4 @@
-"""Watching a step: says to a tracker which stage runs, and what the tensors are that it counts."""
+"""Labels: tells a tracker which stage of a step runs, and what the tensors are that it counts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from mtaccum.engine.stages import STEP, observing
 from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, GRADIENTS, OPTIMIZER
 from mtaccum.memory.tracker import LiveBytes
+from mtaccum.observe import STEP, observing
 from mtaccum.structure import tensors_of
 
 
 @contextmanager
-def watching(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+def labelling(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
     """Around steps of an engine inside ``with live``: label what they make.
 
     Args:
@@ -32,13 +32,13 @@ def watching(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = No
                 hook = _after_accumulation(parameter, labels.gradient)
                 stack.callback(hook.remove)
         stack.enter_context(observing(labels))
-        # inside a recomputed part PyTorch's own hooks are in force, and nothing is kept
+        # inside a recomputed segment PyTorch's own hooks are in force, and nothing is kept
         stack.enter_context(saved_tensors_hooks(labels.saved, _same))
         yield
 
 
 class _Labels:
-    """Labels tensors of a step as they become known; an ``Observer`` of its stages."""
+    """Labels tensors of a step as they become known; a ``StageObserver``."""
 
     def __init__(self, live: LiveBytes, optimizer: Optimizer | None) -> None:
         self._live, self._optimizer = live, optimizer

@@ -1,4 +1,4 @@
-"""Parts: which modules a name, a pattern or a run of children stands for, and what is refused."""
+"""Segments: which modules a name, a pattern or a run of children stands for, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers import Squared
 from torch import Tensor, nn
 
 from mtaccum import ConfigError, Engine, MultiTaskModel, Neck
-from mtaccum.engine.parts import Part, find_parts
+from mtaccum.engine.segments import find_segments
 
 
 class Stage(nn.Sequential):
@@ -67,20 +67,16 @@ def model() -> MultiTaskModel:
     return model_of()
 
 
-def modules(parts: list[Part]) -> list[nn.Module]:
-    return [part.module for part in parts]
-
-
 # --- names ------------------------------------------------------------------------------------------------
 
 
 def test_a_node_is_its_own_module(model: MultiTaskModel) -> None:
-    trunk, seg, depth = find_parts(model, ["trunk", "seg", "depth"])
+    trunk, seg, depth = find_segments(model, ["trunk", "seg", "depth"])
     assert trunk.module is model.trunk
     assert seg.module is model.task("seg").head, "the task itself holds the loss, too"
     assert depth.module is model.task("depth").head
-    assert [part.node for part in (trunk, seg, depth)] == ["trunk", "seg", "depth"]
-    assert [part.children for part in (trunk, seg, depth)] == [None, None, None]
+    assert [segment.node for segment in (trunk, seg, depth)] == ["trunk", "seg", "depth"]
+    assert [segment.children for segment in (trunk, seg, depth)] == [None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -95,22 +91,22 @@ def test_a_node_is_its_own_module(model: MultiTaskModel) -> None:
 def test_a_module_has_a_name_in_its_node_and_one_in_the_model(
     model: MultiTaskModel, name: str, full: str, node: str
 ) -> None:
-    (part,) = find_parts(model, [name])
-    (same,) = find_parts(model, [full])
-    assert part.module is same.module is model.get_submodule(full)
-    assert part.node == same.node == node
-    assert find_parts(model, [name, full]) == [part], "named twice, it is one part"
+    (segment,) = find_segments(model, [name])
+    (same,) = find_segments(model, [full])
+    assert segment.module is same.module is model.get_submodule(full)
+    assert segment.node == same.node == node
+    assert find_segments(model, [name, full]) == [segment], "named twice, it is one segment"
 
 
 def test_the_order_is_that_of_the_names(model: MultiTaskModel) -> None:
     names = ["depth", "trunk.stem", "seg.1", "trunk.layer2"]
-    assert [part.name for part in find_parts(model, names)] == names
-    assert find_parts(model, []) == find_parts(model, ()) == []
+    assert [segment.name for segment in find_segments(model, names)] == names
+    assert find_segments(model, []) == find_segments(model, ()) == []
 
 
-def test_a_module_that_two_nodes_share_is_one_part(model: MultiTaskModel) -> None:
-    (part,) = find_parts(model, ["seg.0", "fpn.tied"])
-    assert part.module is model.task("seg").head[0]
+def test_a_module_that_two_nodes_share_is_one_segment(model: MultiTaskModel) -> None:
+    (segment,) = find_segments(model, ["seg.0", "fpn.tied"])
+    assert segment.module is model.task("seg").head[0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +116,7 @@ def test_a_name_that_the_model_does_not_have_is_unknown(model: MultiTaskModel, n
     with pytest.raises(AttributeError):
         model.get_submodule(name)
     with pytest.raises(ConfigError, match="unknown module"):
-        find_parts(model, [name])
+        find_segments(model, [name])
 
 
 # --- patterns ---------------------------------------------------------------------------------------------
@@ -143,29 +139,29 @@ def test_a_name_that_the_model_does_not_have_is_unknown(model: MultiTaskModel, n
 def test_a_pattern_stands_for_letters_of_one_name(
     model: MultiTaskModel, pattern: str, names: list[str]
 ) -> None:
-    assert sorted(part.name for part in find_parts(model, [pattern])) == sorted(names)
+    assert sorted(segment.name for segment in find_segments(model, [pattern])) == sorted(names)
 
 
 def test_a_pattern_leaves_out_lists_of_modules(model: MultiTaskModel) -> None:
     # trunk.blocks and fpn have no forward of their own
-    names = {part.name for part in find_parts(model, ["trunk.*"])}
+    names = {segment.name for segment in find_segments(model, ["trunk.*"])}
     assert names == {"trunk.stem", "trunk.layer1", "trunk.layer2", "trunk.layer10"}
-    assert {part.name for part in find_parts(model, ["*"])} == {"trunk", "cls", "seg", "depth"}
+    assert {segment.name for segment in find_segments(model, ["*"])} == {"trunk", "cls", "seg", "depth"}
 
 
 def test_case_matters(model: MultiTaskModel) -> None:
     with pytest.raises(ConfigError, match=r"'trunk\.Layer1'.*Did you mean 'trunk\.layer1'"):
-        find_parts(model, ["trunk.Layer1"])
+        find_segments(model, ["trunk.Layer1"])
 
 
 def test_overlapping_patterns_are_joined(model: MultiTaskModel) -> None:
-    parts = find_parts(model, ["trunk.layer*", "trunk.layer1", "*.layer?"])
-    assert len(parts) == len({id(part.module) for part in parts}) == 3
+    segments = find_segments(model, ["trunk.layer*", "trunk.layer1", "*.layer?"])
+    assert len(segments) == len({id(segment.module) for segment in segments}) == 3
 
 
-def test_nested_parts_are_both_taken(model: MultiTaskModel) -> None:
-    parts = find_parts(model, ["trunk", "trunk.layer1", "trunk.layer1.0", "trunk.layer1[0:2]"])
-    assert len(parts) == 4
+def test_nested_segments_are_both_taken(model: MultiTaskModel) -> None:
+    segments = find_segments(model, ["trunk", "trunk.layer1", "trunk.layer1.0", "trunk.layer1[0:2]"])
+    assert len(segments) == 4
 
 
 # --- runs of children -------------------------------------------------------------------------------------
@@ -192,15 +188,15 @@ def test_nested_parts_are_both_taken(model: MultiTaskModel) -> None:
 def test_brackets_are_those_of_a_python_list(
     model: MultiTaskModel, brackets: str, run: tuple[int, int]
 ) -> None:
-    (part,) = find_parts(model, [f"trunk.layer1{brackets}"])
-    assert part.children == run
-    assert part.module is model.trunk.layer1
-    assert part.name == f"trunk.layer1[{run[0]}:{run[1]}]"
+    (segment,) = find_segments(model, [f"trunk.layer1{brackets}"])
+    assert segment.children == run
+    assert segment.module is model.trunk.layer1
+    assert segment.name == f"trunk.layer1[{run[0]}:{run[1]}]"
 
 
 def test_brackets_follow_patterns_and_nodes(model: MultiTaskModel) -> None:
-    parts = find_parts(model, ["trunk.layer?[0:2]", "cls[1:]", "tasks.seg.head[0]"])
-    assert [(part.name, part.children) for part in parts] == [
+    segments = find_segments(model, ["trunk.layer?[0:2]", "cls[1:]", "tasks.seg.head[0]"])
+    assert [(segment.name, segment.children) for segment in segments] == [
         ("trunk.layer1[0:2]", (0, 2)),
         ("trunk.layer2[0:2]", (0, 2)),
         ("cls[1:3]", (1, 3)),
@@ -211,32 +207,32 @@ def test_brackets_follow_patterns_and_nodes(model: MultiTaskModel) -> None:
 @pytest.mark.parametrize("brackets", ["[3]", "[-4]", "[0:4]", "[2:1]", "[1:1]", "[-4:2]", "[3:]", "[:0]"])
 def test_children_that_there_are_not_are_refused(model: MultiTaskModel, brackets: str) -> None:
     with pytest.raises(ConfigError, match=r"'trunk\.layer1' has 3 children, numbered from 0"):
-        find_parts(model, [f"trunk.layer1{brackets}"])
+        find_segments(model, [f"trunk.layer1{brackets}"])
 
 
 @pytest.mark.parametrize("brackets", ["[]", "[a]", "[0:1:2]", "[1.5]", "[0", "0]", "[0][1]", "[ 0 ]"])
 def test_brackets_that_say_nothing_are_refused(model: MultiTaskModel, brackets: str) -> None:
     # as a set of letters [0:1:2] would be layer10
     with pytest.raises(ConfigError, match="recompute"):
-        find_parts(model, [f"trunk.layer1{brackets}"])
+        find_segments(model, [f"trunk.layer1{brackets}"])
 
 
 def test_empty_brackets_are_told_how_to_write_it(model: MultiTaskModel) -> None:
     with pytest.raises(ConfigError, match=r"'trunk\.layer1\[\]' has empty brackets.*trunk\.layer3\[0:3\]"):
-        find_parts(model, ["trunk.layer1[]"])
+        find_segments(model, ["trunk.layer1[]"])
 
 
 def test_runs_that_overlap_are_refused_by_name(model: MultiTaskModel) -> None:
     for runs in (["[0:2]", "[1:3]"], ["[1:3]", "[0:2]"], ["[0:3]", "[1]"], ["[:]", "[0]"], ["[0]", "[0:2]"]):
         with pytest.raises(ConfigError, match=r"'trunk\.layer1\[.*\]' and 'trunk\.layer1\[.*\]' overlap"):
-            find_parts(model, [f"trunk.layer1{run}" for run in runs])
+            find_segments(model, [f"trunk.layer1{run}" for run in runs])
 
 
 def test_runs_that_touch_and_the_same_run_twice_are_fine(model: MultiTaskModel) -> None:
-    parts = find_parts(
+    segments = find_segments(
         model, ["trunk.layer1[0:1]", "trunk.layer1[1:3]", "trunk.layer1[:1]", "trunk.layer2[0:2]"]
     )
-    assert [part.children for part in parts] == [(0, 1), (1, 3), (0, 2)]
+    assert [segment.children for segment in segments] == [(0, 1), (1, 3), (0, 2)]
 
 
 def test_children_that_stand_twice_in_a_sequential_are_counted_twice() -> None:
@@ -244,9 +240,9 @@ def test_children_that_stand_twice_in_a_sequential_are_counted_twice() -> None:
     act = nn.Tanh()
     trunk = nn.Sequential(nn.Linear(4, 4), act, nn.Linear(4, 4), act)
     model = MultiTaskModel(trunk, {"a": Squared(nn.Linear(4, 1))}, inputs="x")
-    (part,) = find_parts(model, ["trunk[2:4]"])
-    assert part.children == (2, 4)
-    assert trunk[-1] is find_parts(model, ["trunk.3"])[0].module
+    (segment,) = find_segments(model, ["trunk[2:4]"])
+    assert segment.children == (2, 4)
+    assert trunk[-1] is find_segments(model, ["trunk.3"])[0].module
 
 
 # --- what can't be run by itself --------------------------------------------------------------------------
@@ -255,14 +251,14 @@ def test_children_that_stand_twice_in_a_sequential_are_counted_twice() -> None:
 @pytest.mark.parametrize("name", ["trunk.stem[0:1]", "depth[0]", "trunk[0:2]", "trunk.blocks[0:1]", "fpn[0]"])
 def test_only_a_sequential_has_runs(model: MultiTaskModel, name: str) -> None:
     with pytest.raises(ConfigError, match=r"only the children of a torch\.nn\.Sequential"):
-        find_parts(model, [name])
+        find_segments(model, [name])
 
 
 def test_a_sequential_with_a_forward_of_its_own_has_none_either() -> None:
     model = MultiTaskModel(Loop(nn.Linear(4, 4), nn.Tanh()), {"a": Squared(nn.Linear(4, 1))}, inputs="x")
     with pytest.raises(ConfigError, match="'trunk' is a Loop; only the children"):
-        find_parts(model, ["trunk[0:1]"])
-    assert len(find_parts(model, ["trunk", "trunk.0"])) == 2
+        find_segments(model, ["trunk[0:1]"])
+    assert len(find_segments(model, ["trunk", "trunk.0"])) == 2
 
 
 def test_nor_has_one_that_was_given_a_forward_of_its_own() -> None:
@@ -270,8 +266,8 @@ def test_nor_has_one_that_was_given_a_forward_of_its_own() -> None:
     trunk.forward = lambda x: trunk[1](trunk[0](x)) + x
     model = MultiTaskModel(trunk, {"a": Squared(nn.Linear(4, 1))}, inputs="x")
     with pytest.raises(ConfigError, match="only the children"):
-        find_parts(model, ["trunk[0:1]"])
-    assert len(find_parts(model, ["trunk", "trunk.0"])) == 2
+        find_segments(model, ["trunk[0:1]"])
+    assert len(find_segments(model, ["trunk", "trunk.0"])) == 2
 
 
 @pytest.mark.parametrize(
@@ -280,7 +276,7 @@ def test_nor_has_one_that_was_given_a_forward_of_its_own() -> None:
 def test_a_list_of_modules_is_refused_with_what_to_name(model: MultiTaskModel, name: str, kind: str) -> None:
     found = "trunk.blocks" if name == "trunk.b*" else name
     with pytest.raises(ConfigError, match=rf"'{found}' is a {kind}, which has no forward.*'{found}\.\*'"):
-        find_parts(model, [name])
+        find_segments(model, [name])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -288,8 +284,8 @@ def test_a_script_module_is_refused_by_name() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     model = MultiTaskModel(nn.Sequential(scripted), {"a": Squared(nn.Linear(4, 1))}, inputs="x")
     with pytest.raises(ConfigError, match=r"'trunk\.0' is a ScriptModule, whose forward can't be replaced"):
-        find_parts(model, ["trunk.0"])
-    assert len(find_parts(model, ["trunk", "trunk[0:1]"])) == 2, "what holds it runs it whole"
+        find_segments(model, ["trunk.0"])
+    assert len(find_segments(model, ["trunk", "trunk[0:1]"])) == 2, "what holds it runs it whole"
 
 
 @pytest.mark.parametrize("given", ["trunk", True, 1, [1], [nn.Linear(1, 1)], [None]], ids=repr)
@@ -302,9 +298,9 @@ def test_what_is_no_list_of_names_is_refused(model: MultiTaskModel, given: Any) 
 def test_any_iterable_of_names_will_do_or_is_refused(model: MultiTaskModel) -> None:
     # a generator must not be used up by looking at it, and then recompute nothing
     for given in (("trunk",), {"trunk": 1}.keys(), {"trunk"}):
-        assert len(find_parts(model, given)) == 1  # type: ignore[arg-type]
+        assert len(find_segments(model, given)) == 1  # type: ignore[arg-type]
     with suppress(ConfigError):
-        assert len(find_parts(model, (name for name in ["trunk"]))) == 1  # type: ignore[arg-type]
+        assert len(find_segments(model, (name for name in ["trunk"]))) == 1  # type: ignore[arg-type]
 
 
 # --- unknown names list what there is ---------------------------------------------------------------------
@@ -339,6 +335,6 @@ def test_an_unknown_name_lists_what_there_is_below_what_exists(
     model: MultiTaskModel, name: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_parts(model, [name])
+        find_segments(model, [name])
     with pytest.raises(ConfigError, match=message):
         Engine(model, recompute=["trunk", name])

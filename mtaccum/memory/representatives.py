@@ -6,30 +6,31 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from mtaccum.engine import WindowPlan
+from mtaccum.engine import LabelCounts
 
 
-def shortened(plan: WindowPlan, sizes: Sequence[int]) -> tuple[WindowPlan, dict[int, float]]:
-    """The micro-batches that tell of all, three of each kind, with how many each stands for; and the plan of
-    these. The second finds the gradients of the first one, and the last those of all."""
+def representatives(labels: LabelCounts, sizes: Sequence[int]) -> dict[int, float]:
+    """The micro-batches that tell of all, three of each kind, with how many each stands for. The second finds
+    the gradients of the first one, and the last those of all.
+
+    Args:
+        sizes: samples of each micro-batch.
+    """
     of_kind: dict[Any, list[int]] = {}
     for index, size in enumerate(sizes):
-        of_kind.setdefault((size, tuple(plan.active(index))), []).append(index)
+        of_kind.setdefault((size, labels.active_in(index)), []).append(index)
     stands_for: dict[int, float] = {}
     for indices in of_kind.values():
         some = {*indices[:2], indices[-1]}
         stands_for |= {index: len(indices) / len(some) for index in some}
-    chosen = dict(sorted(stands_for.items()))
-    counts = {name: tuple(numbers[i] for i in chosen) for name, numbers in plan.counts.items()}
-    parts = {name: tuple(lists[i] for i in chosen) for name, lists in plan.parts.items()}
-    return WindowPlan(counts, plan.weights, parts), chosen
+    return dict(sorted(stands_for.items()))
 
 
-class Noting(list[Any]):
+class NotingWindow(list[Any]):
     """A window that notes a number whenever one of its micro-batches begins."""
 
-    def __init__(self, parts: Sequence[Any], noted: Callable[[], int]) -> None:
-        super().__init__(parts)
+    def __init__(self, micro_batches: Sequence[Any], noted: Callable[[], int]) -> None:
+        super().__init__(micro_batches)
         self._noted = noted
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""Reached: which parameters of a spread module a backward has come to, so that others keep no gradient.
+"""Gradient tracking: which parameters of a sharded module got a gradient, so that the others keep none.
 
 ``fully_shard`` reduces what has a gradient, and goes wrong where that isn't the same on all ranks: a loss may
-use a part of its head only where there are labels for it. So all parameters of a node are given zeros before
-its backward, and afterwards those that no rank's losses have come to lose them again.
+use some of its head's layers only where there are labels for them. So all parameters of a node are given
+zeros before its backward. Afterwards those that no rank's loss has reached lose them again.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 
 from mtaccum.structure import map_tensors, tensors_of
 
-_REACHED = "_reached_by_backwards"
+_ATTRIBUTE = "_gradient_tracking"
 
 
-class Reached:
-    """Looks on while a module that is spread over the ranks runs.
+class GradientTracking:
+    """Looks on while a sharded module runs.
 
     Attributes:
-        names: of the parameters that a gradient has come to.
-        counts: whether gradients are noted; not those of a pass that only stands in for one of another rank.
+        reached: names of the parameters that got a gradient.
+        counts: whether gradients are noted; not those of a pass that only another rank learns from.
         reduces_after: the task with whose backward the module's gradients are reduced; None: none so far.
         broken: whether a pass has failed.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.names: set[str] = set()
+        self.reached: set[str] = set()
         self.counts, self.broken = True, False
         self.reduces_after: str | None = None
         self._begun: list[list[bool]] = []  # for each input of the pass that begins: filled by its gradient
         self._noted: dict[str, Tensor] = {}
-        vars(module)[_REACHED] = self
+        vars(module)[_ATTRIBUTE] = self
         # PyTorch's own hooks gather the parameters between the first two of these, and before the third
         module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
         module.register_forward_pre_hook(self._gathered, with_kwargs=True)
@@ -73,15 +73,15 @@ class Reached:
     def _noting(self, name: str) -> Any:
         def note(gradient: Tensor | None) -> None:
             if self.counts and gradient is not None:
-                self.names.add(name)
+                self.reached.add(name)
 
         return note
 
 
-def reached_of(module: nn.Module) -> Reached:
-    """What looks on at a module that was spread."""
-    reached: Reached = vars(module)[_REACHED]
-    return reached
+def tracking_of(module: nn.Module) -> GradientTracking:
+    """What looks on at a sharded module."""
+    tracking: GradientTracking = vars(module)[_ATTRIBUTE]
+    return tracking
 
 
 def _noting(came: list[bool]) -> Any:

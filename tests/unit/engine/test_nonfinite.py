@@ -26,7 +26,7 @@ from helpers import (
 from torch import Tensor, nn
 
 from mtaccum import ConfigError, Engine, MultiTaskModel, Neck, NonfiniteError, Task, TaskError
-from mtaccum.engine.finite import all_finite, is_finite
+from mtaccum.engine.nonfinite import all_finite, is_finite
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 NAN, INF = float("nan"), float("inf")
@@ -392,7 +392,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted_and_logged(
     after, drawn = Everything(engine), RandomState()
     before.random = after.random  # the passes drew, and the next step draws on
     after.assert_equal(before)
-    assert (engine.skips.total, engine.skips.in_a_row, engine.steps) == (3, 3, 1)
+    assert (engine.skipped_steps.total, engine.skipped_steps.in_a_row, engine.steps) == (3, 3, 1)
     for result in results:
         assert not result.stepped
         assert result.grad_norm is None
@@ -409,7 +409,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted_and_logged(
 
     on[0] = False
     assert engine.step([batch_of()]).stepped
-    assert (engine.skips.total, engine.skips.in_a_row, engine.steps) == (3, 0, 2)
+    assert (engine.skipped_steps.total, engine.skipped_steps.in_a_row, engine.steps) == (3, 0, 2)
 
 
 def draw_as_one_pass(samples: int) -> None:
@@ -449,7 +449,7 @@ def test_too_many_skips_in_a_row_are_an_error() -> None:
     with pytest.raises(NonfiniteError, match=r"step 3: the loss of task 'first'.*3\. skipped step in a row"):
         engine.step([batch_of()])
     Everything(engine).assert_equal(before)
-    assert engine.skips.total == 7
+    assert engine.skipped_steps.total == 7
 
 
 def test_a_gradient_that_is_nan_at_any_scale_ends_in_an_error_that_names_it_l2() -> None:
@@ -584,7 +584,7 @@ def test_the_second_run_starts_from_the_buffers_of_before_s1(schedule: str) -> N
 
 
 @schedules
-def test_recomputed_parts_are_searched_too(schedule: str) -> None:
+def test_recomputed_segments_are_searched_too(schedule: str) -> None:
     model = model_with("neck", lambda x: x / 0)
     engine = Engine(model, sgd(model), schedule=schedule, recompute=["trunk", "neck.layer", "last"])
     with pytest.raises(NonfiniteError, match="'deep'.*features of 'neck'"):
@@ -697,7 +697,7 @@ def test_sparse_gradients_are_clipped_with_the_others_n9(schedule: str) -> None:
         torch.testing.assert_close(before[name] - weight, gradients[name] / 2, rtol=1e-4, atol=1e-6)
 
 
-# --- the small parts --------------------------------------------------------------------------------------
+# --- the small functions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -719,10 +719,10 @@ def test_whole_numbers_are_finite() -> None:
         assert is_finite(tensor)
 
 
-def test_an_uncoalesced_sum_may_be_infinite_though_its_parts_are_not() -> None:
-    parts = torch.sparse_coo_tensor([[1, 1]], torch.tensor([3e38, 3e38]), (4,), check_invariants=True)
-    assert not parts.is_coalesced()
-    assert not is_finite(parts)
+def test_an_uncoalesced_sum_may_be_infinite_though_its_summands_are_not() -> None:
+    summands = torch.sparse_coo_tensor([[1, 1]], torch.tensor([3e38, 3e38]), (4,), check_invariants=True)
+    assert not summands.is_coalesced()
+    assert not is_finite(summands)
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,28 @@ from helpers import assert_equal_states, gradients_of, plain_batch, plain_model
 from torch import nn
 
 from mtaccum import ConfigError, Engine, reduce_gradients
+from mtaccum.engine.options import COMM_HOOKS
 from mtaccum.parallel import (
-    ALONE,
-    Ranks,
-    Reducer,
+    DDP,
+    Collectives,
+    SingleProcess,
     by_torchrun,
     current_ranks,
     ddp,
-    gathered,
+    distribute_like,
+    full_tensor,
     in_step,
     is_sharded,
     joined,
     launched,
-    local,
+    ranks,
     shard,
-    spread_like,
-    whole,
+    to_local,
+    unsharded,
 )
 from mtaccum.parallel.launch import local_device
 
+SINGLE = Collectives()
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
@@ -42,52 +45,56 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_without_a_group_a_process_is_alone() -> None:
-    assert current_ranks() is ALONE
-    assert (ALONE.rank, ALONE.size, ALONE.first) == (0, 1, True)
-    assert not Ranks(1, 2).first
+def test_without_a_process_group_there_is_a_single_process() -> None:
+    assert current_ranks() is current_ranks()
+    assert current_ranks() == SINGLE
+    for one in (SINGLE, SingleProcess()):
+        assert (one.rank, one.world_size, one.is_rank_zero) == (0, 1, True)
+    assert not Collectives(1, 2).is_rank_zero
 
 
-def test_a_group_of_one_is_alone_too(group_of_one: None) -> None:
+def test_a_process_group_of_one_is_a_single_process_too(group_of_one: None) -> None:
     assert dist.is_initialized()
-    assert current_ranks() is ALONE
-    with joined() as ranks:
-        assert ranks is ALONE
+    assert current_ranks() == SINGLE
+    with joined() as joint:
+        assert joint == SINGLE
+    assert type(Engine(plain_model()).ranks) is SingleProcess
 
 
-def test_alone_all_agree() -> None:
+def test_a_single_process_agrees_with_itself() -> None:
     thing = object()
-    assert ALONE.sums([1.5, 2]) == ALONE.largest([1.5, 2]) == [1.5, 2]
-    assert ALONE.gather(thing) == [thing]
-    assert ALONE.of_first(thing) is thing
-    ALONE.wait()
+    assert SINGLE.all_reduce_sum([1.5, 2]) == SINGLE.all_reduce_max([1.5, 2]) == [1.5, 2]
+    assert SINGLE.all_gather_object(thing) == [thing]
+    assert SINGLE.broadcast_object(thing) is thing
+    assert [SINGLE.any(flag) for flag in (True, False)] == [True, False]
     tensor = torch.ones(2)
-    assert ALONE.sum_tensor(tensor) is tensor
+    assert SINGLE.all_reduce_tensor(tensor) is tensor
     assert torch.equal(tensor, torch.ones(2))
 
 
-def test_alone_weights_and_buffers_stay() -> None:
+def test_in_a_single_process_weights_and_buffers_stay() -> None:
     module = nn.BatchNorm1d(3)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    ALONE.share(module, torch.ones(1))
-    ALONE.average_buffers(module)
+    SINGLE.broadcast_tensors(module, torch.ones(1))
+    SINGLE.average_buffers(module)
     assert_equal_states(dict(module.state_dict()), before)
 
 
-def test_alone_windows_stay_as_they_are() -> None:
+def test_in_a_single_process_windows_stay_as_they_are() -> None:
     windows = [[1, 2], [3], []]
     assert list(in_step(windows)) == windows
-    assert list(in_step(iter(windows), ALONE)) == windows
+    assert list(in_step(iter(windows), SINGLE)) == windows
     assert list(in_step([])) == []
 
 
-def test_alone_gradients_stay_as_they_are() -> None:
+def test_in_a_single_process_gradients_stay_as_they_are() -> None:
     model = plain_model()
     Engine(model).accumulate([plain_batch(3, missing=9)])
     before = gradients_of(model)
 
     reduce_gradients(model)
-    Reducer(ALONE, "fp16").reduce(list(model.parameters()))
+    DDP(SINGLE, "fp16").complete(list(model.parameters()))
+    SingleProcess().complete(list(model.parameters()))
 
     after = gradients_of(model)
     assert {n for n, g in before.items() if g is None} == {n for n, g in after.items() if g is None}
@@ -95,33 +102,34 @@ def test_alone_gradients_stay_as_they_are() -> None:
 
 
 def test_ranks_that_come_later_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, several = plain_model(), Ranks(0, 2)
-    reduced: list[Ranks] = []
-    monkeypatch.setattr(Reducer, "reduce", lambda self, parameters: reduced.append(self.ranks))
+    model, several = plain_model(), Collectives(0, 2)
+    reduced: list[Collectives] = []
+    monkeypatch.setattr(DDP, "complete", lambda self, parameters: reduced.append(self.collectives))
 
     reduce_gradients(model)
-    monkeypatch.setattr(ddp, "current_ranks", lambda: several)
+    for module in (ddp, ranks):
+        monkeypatch.setattr(module, "current_ranks", lambda: several)
     reduce_gradients(model)
     reduce_gradients(model)
 
-    assert reduced == [ALONE, several, several]
+    assert reduced == [SINGLE, several, several]
 
 
-def test_alone_nothing_is_spread() -> None:
+def test_in_a_single_process_nothing_is_sharded() -> None:
     model, tensor = plain_model(), torch.ones(2)
     shard(model)
     assert not is_sharded(model)
-    assert gathered(model) is model
-    assert local(tensor) is whole(tensor) is tensor
-    assert spread_like(tensor, tensor) is tensor
-    assert Engine(model, parallel="fsdp").ranks is ALONE
+    assert unsharded(model) is model
+    assert to_local(tensor) is full_tensor(tensor) is tensor
+    assert distribute_like(tensor, tensor) is tensor
+    assert type(Engine(model, parallel="fsdp").ranks) is SingleProcess
 
 
 @pytest.mark.parametrize("hook", ["fp8", ""])
 def test_communication_hooks_are_named(hook: str) -> None:
-    for make in (lambda: Reducer(ALONE, hook), lambda: Engine(plain_model(), comm_hook=hook)):
-        with pytest.raises(ConfigError, match=f"unknown comm_hook '{hook}'.*Known: bf16, fp16, none"):
-            make()
+    with pytest.raises(ConfigError, match=f"unknown comm_hook '{hook}'.*Known: bf16, fp16, none"):
+        Engine(plain_model(), comm_hook=hook)
+    assert set(COMM_HOOKS) == set(ddp.COMM_HOOKS)
 
 
 @pytest.mark.parametrize("parallel", ["dp", ""])
@@ -131,12 +139,12 @@ def test_ways_to_train_in_parallel_are_named(parallel: str) -> None:
 
 
 @pytest.mark.parametrize("parallel", [None, "none", "ddp", "fsdp"])
-def test_alone_every_way_does_the_same(parallel: str | None) -> None:
+def test_in_a_single_process_every_way_does_the_same(parallel: str | None) -> None:
     models = plain_model(), plain_model()
-    for model, how in zip(models, (None, parallel), strict=True):
-        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), parallel=how)
+    for model, kind in zip(models, (None, parallel), strict=True):
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), parallel=kind)
         engine.step([plain_batch(3), plain_batch(2)])
-        assert engine.ranks is ALONE
+        assert type(engine.ranks) is SingleProcess
     assert_equal_states(models[0].state_dict(), models[1].state_dict())
 
 
@@ -162,9 +170,9 @@ def test_torchrun_is_known_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> 
     assert not launched()
 
 
-def test_joined_without_torchrun_is_alone() -> None:
-    with joined() as ranks:
-        assert ranks is ALONE
+def test_joined_without_torchrun_is_a_single_process() -> None:
+    with joined() as joint:
+        assert joint == SINGLE
         assert not dist.is_initialized()
 
 
