@@ -15,6 +15,7 @@ from mtaccum.engine import LabelCounts
 from mtaccum.engine.result import sum_of_terms
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.parallel import Collectives, current_ranks, unsharded
+from mtaccum.state import random_state_kept
 from mtaccum.tasks import Task
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Collectives | 
     """Metrics of all enabled tasks over a loader, in evaluation mode and without a graph.
 
     Args:
-        model: left as it was, training mode included.
+        model: left as it was, training mode included; so are all random streams.
         loader: batches with inputs and targets; a task is skipped where a batch has no label of it. With
             several ranks each gives its share of the data; all get the metrics of all of it.
         ranks: None: those of PyTorch's default process group.
@@ -42,7 +43,7 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Collectives | 
     metrics = {name: _metrics_of(task, model.device, ranks) for name, task in tasks.items()}
     losses: dict[str, list[float]] = {name: [] for name in tasks}
     counts: dict[str, list[float]] = {name: [] for name in tasks}
-    with evaluating(model):
+    with random_state_kept(), evaluating(model):
         for batch in loader:
             labels = LabelCounts.of(tasks, [batch])
             active = labels.active_in(0)
