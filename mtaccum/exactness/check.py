@@ -61,6 +61,8 @@ def check_exactness(
         raise BatchError("the window is empty: give at least one micro-batch.")
     asked = (StepOptions() if options is None else options).changed(step_options)
     compared = StepOptions(**{name: getattr(asked, name) for name in _COMPARED})
+    if asked.batchnorm == "sync":  # it would wait for other processes
+        compared = compared.changed({"batchnorm": "keep"})
     taken, findings = _take(window, samples)
     findings += _not_compared(asked)
     random = RandomState()
@@ -104,6 +106,9 @@ def _not_compared(options: StepOptions) -> list[Finding]:
     if options.precision != "fp32":
         message = f"{options.precision} rounds; what is computed was compared in double precision."
         notes.append(Finding("precision", "precision", message, fault=False))
+    if options.batchnorm == "sync":
+        message = "sync was compared as keep: a check runs in one process."
+        notes.append(Finding("batchnorm", "batchnorm", message, fault=False))
     if options.compile is not False:
         message = "the modules were compared as they are, not compiled."
         notes.append(Finding("compile", "compile", message, fault=False))

@@ -102,8 +102,8 @@ class Subject:
         return copies_of(self.window, self.device, double=self.double)
 
     def engine(self, model: MultiTaskModel) -> Engine:
-        """An engine as it was asked for."""
-        return Engine(model, options=self.options)
+        """An engine as it was asked for. A check is this process's own, whatever others do."""
+        return Engine(model, options=self.options, parallel="none")
 
     @contextmanager
     def running(self, model: MultiTaskModel) -> Iterator[None]:
