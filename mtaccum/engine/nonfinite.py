@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 from mtaccum.engine.result import LossLog
 from mtaccum.engine.window_counts import WindowCounts
@@ -33,8 +33,20 @@ def all_finite(values: Sequence[Tensor]) -> bool:
     device = values[0].device
     wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no double
     flag = torch.stack([value.to(device, wide) for value in values]).isfinite().all()
-    # a prediction of memory runs the step on tensors without values
-    return isinstance(flag, FakeTensor) or bool(flag)
+    return _assumed.get() or bool(flag)
+
+
+_assumed = ContextVar("all values are finite", default=False)
+
+
+@contextmanager
+def assuming_finite() -> Iterator[None]:
+    """Around steps on tensors without values, of which a prediction wants to know the memory."""
+    token = _assumed.set(True)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
 
 
 def is_finite(tensor: Tensor) -> bool:

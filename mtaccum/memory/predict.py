@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from mtaccum.batch import batch_size_of, split_batch, take_micro_batch
 from mtaccum.engine import Engine, LabelCounts, StepOptions
+from mtaccum.engine.nonfinite import assuming_finite
 from mtaccum.errors import MtaccumError
 from mtaccum.memory.fake import build_empty, fake_nest, make_fake, make_state
 from mtaccum.memory.flops import flops_of
@@ -174,7 +175,8 @@ class FakeTraining:
             start = tracker.current_bytes
             away = offloading() if options.offload else nullcontext()
             kernels = CpuKernels() if self.device_type == "cpu" else nullcontext()
-            with kernels, tracker, labelling(tracker, self.model, self.optimizer), away:
+            labelled = labelling(tracker, self.model, self.optimizer)
+            with kernels, tracker, labelled, away, assuming_finite():
                 engine.step(window, labels.take(chosen))
         return Prediction(
             tracker.peak_bytes,
