@@ -156,7 +156,8 @@ def prepare(config: RunConfig) -> Run:
         optimizer, course.name, settings.total_steps, course.warmup_steps, course.final_fraction or 0.0
     )
     engine = Engine(model, optimizer, options=config.step_options, lr_scheduler=scheduler)
-    trainer = Trainer(engine, *_loaders(config, train, validation, sampler), settings, folder)
+    loaders = _loaders(config, device, train, validation, sampler)
+    trainer = Trainer(engine, *loaders, settings, folder)
     if ranks.rank:  # weights are those of the first rank; dropout and augmentation are each rank's own
         seed_all(config.seed + _SEEDS_APART * ranks.rank)
     if state is not None:
@@ -167,13 +168,14 @@ def prepare(config: RunConfig) -> Run:
 
 
 def _loaders(
-    config: RunConfig, train: Any, validation: Any, sampler: MicroBatchSampler
+    config: RunConfig, device: torch.device, train: Any, validation: Any, sampler: MicroBatchSampler
 ) -> tuple[DataLoader[Any], MicroBatchSampler, DataLoader[Any]]:
     """This rank's batches to train on, how they were split, and those to evaluate on."""
     ranks, function = current_ranks(), config.data.collate_fn
     loading: dict[str, Any] = {
         "num_workers": config.data.workers,
         "collate_fn": None if function is None else collate_function(function),
+        "pin_memory": device.type == "cuda",  # or copies to the device wait for it
         # of their own: they draw a seed in each epoch, which must not move the model's dropout
         "generator": torch.Generator().manual_seed(config.seed + _SEEDS_APART * ranks.rank),
     }
