@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from mtaccum.errors import ConfigError
+from mtaccum.errors import ConfigError, warn
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.collectives import Collectives, in_process_group
 from mtaccum.parallel.ranks import Ranks
@@ -25,6 +25,10 @@ class SingleProcess(Ranks):
     def __init__(self, *, on_purpose: bool = False) -> None:
         super().__init__(Collectives())
         self._on_purpose = on_purpose
+
+    def check(self, model: MultiTaskModel, options: Any, scaler: Any) -> None:
+        if options.comm_hook != "none":
+            warn(f"comm_hook={options.comm_hook!r} has no effect in a single process: no gradient travels.")
 
     def before_step(self, model: MultiTaskModel) -> None:
         """Refuse to train by itself what was made before there were other ranks."""
