@@ -17,7 +17,8 @@ from mtaccum.training import Trainer, find_checkpoint
 def resume(trainer: Trainer, state: dict[str, Any], config: RunConfig) -> None:
     """Put a trainer where a checkpoint was; the training must be the same one, but for its length."""
     path = find_checkpoint(str(config.resume))
-    _check_same_training(config, path.parent / CONFIG, (len(state["rng"]), trainer.ranks.world_size))
+    ranks_before = len(state["random"] if "random" in state else state["rng"])
+    _check_same_training(config, path.parent / CONFIG, (ranks_before, trainer.ranks.world_size))
     try:
         trainer.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -26,6 +26,35 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
         self._given = [(generator, generator.get_state()) for generator in generators]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, as a checkpoint holds them."""
+        kind, keys, *rest = self._numpy
+        return {
+            "torch": self._torch,
+            "cuda": list(self._cuda),
+            "mps": self._mps,
+            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+            "python": list(self._python),
+            "given": [state for _, state in self._given],
+        }
+
+    @classmethod
+    def of_state_dict(cls, state: Mapping[str, Any], generators: Iterable[torch.Generator] = ()) -> Self:
+        """The state that a ``state_dict`` holds; of devices and generators that aren't here, nothing."""
+        result = cls(generators)
+        kind, keys, *rest = state["numpy"]
+        version, internal, gauss = state["python"]
+        result._torch = state["torch"]
+        result._numpy = (kind, keys.numpy().astype(np.uint32), *rest)
+        result._python = (version, tuple(internal), gauss)
+        if len(state["cuda"]) == len(result._cuda):
+            result._cuda = state["cuda"]
+        if result._mps is not None and state["mps"] is not None:
+            result._mps = state["mps"]
+        pairs = zip(result._given, state["given"], strict=False)
+        result._given = [(generator, saved) for (generator, _), saved in pairs]
+        return result
 
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""

@@ -22,7 +22,7 @@ from mtaccum.errors import ConfigError, first_line
 from mtaccum.parallel import Collectives, is_dtensor
 
 LAST, BEST = "last.pt", "best.pt"
-VERSION = 3
+VERSION, _READABLE = 4, (3, 4)
 _SINGLE = Collectives()
 _SHARDS = ".shards"  # how the name of a folder with shards ends
 _FOLDER = "folder"  # the entry of a state that names its folder
@@ -215,6 +215,6 @@ def _load_file(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ConfigError(f"can't read the checkpoint {path}: {first_line(error)}") from error
-    if not isinstance(state, dict) or state.get("version") != VERSION:
+    if not isinstance(state, dict) or state.get("version") not in _READABLE:
         raise ConfigError(f"{path} is not a checkpoint of this version of mtaccum.")
     return state

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mtaccum.parallel import distribute_like
+from mtaccum.state import RandomState
 
 if TYPE_CHECKING:
     from mtaccum.training.trainer import Trainer
@@ -37,9 +38,16 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "optimizer_class": type(optimizer).__name__,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if trainer.engine.scaler is None else trainer.engine.scaler.state_dict(),
-        "rng": trainer.ranks.all_gather_object(torch.get_rng_state()),
+        "random": trainer.ranks.all_gather_object(RandomState(_generators(trainer)).state_dict()),
         "progress": {name: getattr(trainer, name) for name in _PROGRESS},
     }
+
+
+def _generators(trainer: Trainer) -> list[torch.Generator]:
+    """Those from which the loaders draw seeds and orders."""
+    loaders = (trainer.loader, trainer.validation)
+    generators = [loader.generator for loader in loaders if loader.generator is not None]
+    return list({id(generator): generator for generator in generators}.values())
 
 
 def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -67,8 +75,13 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
         trainer.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if trainer.engine.scaler is not None and state["scaler"] is not None:
         trainer.engine.scaler.load_state_dict(state["scaler"])
-    if trainer.ranks.rank < len(state["rng"]):  # on more ranks than before the others go on with their seeds
-        torch.set_rng_state(state["rng"][trainer.ranks.rank])
+    # on more ranks than before the others go on with their seeds
+    if "rng" in state:  # of version 3, which has PyTorch's stream on the CPU alone
+        if trainer.ranks.rank < len(state["rng"]):
+            torch.set_rng_state(state["rng"][trainer.ranks.rank])
+    elif trainer.ranks.rank < len(state["random"]):
+        own = state["random"][trainer.ranks.rank]
+        RandomState.of_state_dict(own, _generators(trainer)).restore()
     for name in _PROGRESS:
         setattr(trainer, name, state["progress"][name])
     trainer.engine.steps = trainer.steps

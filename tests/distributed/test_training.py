@@ -164,8 +164,8 @@ def test_a_state_is_that_of_any_number_of_ranks_r1(
 
     *_, one, _ = fit("ddp", str(in_one_go), 12, options)  # never interrupted
     for rank, (_, _, state, loaded) in enumerate(found):
-        if rank < len(saved["rng"]):
-            assert torch.equal(loaded["own rng"], saved["rng"][rank])
+        if rank < len(saved["random"]):
+            assert torch.equal(loaded["own rng"], saved["random"][rank]["torch"])
         assert_equal_states(loaded["model"], saved["model"])
         assert same_optimizer_state(saved["optimizer"], loaded["optimizer"])
         assert loaded["lr_scheduler"] == saved["lr_scheduler"]

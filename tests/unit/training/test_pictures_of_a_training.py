@@ -131,7 +131,7 @@ def test_pictures_change_nothing_about_the_training(tmp_path: Path) -> None:
     assert images_in(tmp_path / "0") == {}
     assert len(images_in(tmp_path / "3")) == 2
     assert_equal_states(states[0]["model"], states[3]["model"])
-    assert torch.equal(states[0]["rng"][0], states[3]["rng"][0])
+    assert torch.equal(states[0]["random"][0]["torch"], states[3]["random"][0]["torch"])
     assert torch.equal(states[0]["loader"], states[3]["loader"])
     assert states[0]["progress"] == states[3]["progress"]
 
