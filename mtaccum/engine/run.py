@@ -23,7 +23,7 @@ from mtaccum.engine.window_counts import WindowCounts, check_labels, check_windo
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import ROOT, MultiTaskModel
 from mtaccum.parallel import Ranks
-from mtaccum.state import Snapshot, keeping_frozen
+from mtaccum.state import Snapshot, keeping_buffers
 
 
 class WindowRun:
@@ -95,11 +95,10 @@ class WindowRun:
         of_micro_batch = partial(
             Binding, model, self.options, self.ranks, counts, log, autocast, not searching
         )
-        frozen = [model.node(name) for name in model.own_modules() if model.is_frozen(name)]
-        learning = [model.node(name) for name in model.own_modules() if not model.is_frozen(name)]
         with (
             self.ranks.window(model, counts.agreement, searching=searching),
-            keeping_frozen(frozen, learning),
+            # in backwards too, where a checkpoint of the user's own would run frozen nodes again
+            keeping_buffers(model.frozen_modules()),
             self._levers.running(counts),
             fresh_casts(),
         ):

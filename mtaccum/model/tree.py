@@ -137,6 +137,13 @@ class MultiTaskModel(nn.Module):
         parameters = list(self.node(name).parameters())
         return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
+    def frozen_modules(self) -> list[nn.Module]:
+        """The modules of frozen nodes that no learning node shares: steps leave their buffers alone."""
+        nodes = {name: self.node(name) for name in self.own_modules()}
+        frozen = {name for name in nodes if self.is_frozen(name)}
+        shared = {part for name in nodes.keys() - frozen for part in nodes[name].modules()} if frozen else ()
+        return [part for name in frozen for part in nodes[name].modules() if part not in shared]
+
     def prefix(self, node: str) -> str:
         """What the names of a node's parameters in the model begin with: ``tasks.seg.``."""
         return "trunk." if node == TRUNK else f"{'tasks' if node in self.tasks else 'necks'}.{node}."

@@ -6,7 +6,6 @@ evaluates in between uses what is here.
 
 from mtaccum.state.buffers import (
     keeping_buffers,
-    keeping_frozen,
     not_learning,
     swapped_buffers,
     without_trace,
@@ -20,7 +19,6 @@ __all__ = [
     "Replay",
     "Snapshot",
     "keeping_buffers",
-    "keeping_frozen",
     "not_learning",
     "random_state_kept",
     "swapped_buffers",

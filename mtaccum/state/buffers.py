@@ -6,7 +6,7 @@ take another step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -70,15 +70,6 @@ def not_learning(module: nn.Module) -> Iterator[None]:
 def without_trace(module: nn.Module) -> Iterator[None]:
     """Let a module's forward leave buffers and random state as they are."""
     with random_state_kept(), keeping_buffers(module.modules()):
-        yield
-
-
-@contextmanager
-def keeping_frozen(frozen: Sequence[nn.Module], learning: Sequence[nn.Module]) -> Iterator[None]:
-    """Around a window: let frozen nodes keep their buffers in backwards too, where a checkpoint of the user's
-    own would run them again. What they share with others is left to ``not_learning``, forward by forward."""
-    shared = {part for node in learning for part in node.modules()} if frozen else set()
-    with keeping_buffers(part for node in frozen for part in node.modules() if part not in shared):
         yield
 
 
