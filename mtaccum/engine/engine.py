@@ -122,7 +122,7 @@ class Engine:
         self._check_optimizer_again()
         parameters = self._parameters()
         self._warn_of_dropped(drop_gradients(parameters))
-        before = Snapshot(self.model)
+        before = Snapshot(self.model, without=self.model.frozen_modules())
         try:
             result = self._run.gradient(window, counts)
             if not result.losses:

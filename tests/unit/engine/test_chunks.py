@@ -873,7 +873,7 @@ def test_a_batch_that_can_not_be_split_is_refused_by_task_before_any_forward() -
     model, batch = plain_model(), plain_batch(5)
     passes = sizes_seen(model.trunk)
     batch["anchors"] = torch.rand(7)
-    with pytest.raises(TaskError, match=r"chunks of task 'cls': an entry Tensor\(7\) can't be cut"):
+    with pytest.raises(TaskError, match=r"chunks of task 'cls': an entry Tensor\(7\) can't be split"):
         Engine(model, chunks={"cls": 2}).accumulate([batch])
     assert passes == []
 

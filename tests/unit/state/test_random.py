@@ -51,8 +51,12 @@ def test_a_stream_goes_on_from_a_file(draw: Callable[[], object], tmp_path: Path
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "python"])
 def test_what_is_drawn_inside_is_as_if_it_had_not_been(name: str) -> None:
+    def drawing() -> None:
+        with random_state_kept():
+            DRAWS[name]()
+            raise RuntimeError("broken")
+
     before = RandomState()
-    with pytest.raises(RuntimeError, match="broken"), random_state_kept():
-        DRAWS[name]()
-        raise RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        drawing()
     assert before.is_current()
