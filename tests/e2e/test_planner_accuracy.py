@@ -118,6 +118,8 @@ def test_a_number_beside_its_mark_is_said(written: Written, part: str, change: d
     rows = {name: list(written[2][name]) for name in PARTS}
     if not rows[part]:
         pytest.skip("nothing was measured for this part")
+    # how long planning takes is the machine's
+    rows["plans"] = [{**row, "elapsed_s": 1.0} for row in rows["plans"]]
     before = missed(rows)
     rows[part][0] = {**rows[part][0], **change}
     assert len(missed(rows)) == len(before) + 1

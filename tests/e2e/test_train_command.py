@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Forked
+from commands import LIMIT_S, Forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mtaccum
@@ -200,7 +200,7 @@ def test_ctrl_c_leaves_a_whole_state_and_the_command_that_goes_on(tmp_path: Path
         if line.startswith("step 6/"):
             break
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 130
     assert "Traceback" not in error
