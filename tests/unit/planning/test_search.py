@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -300,6 +300,36 @@ def blocks() -> MultiTaskModel:
     )
 
 
+def forest_of(trunk: Chain, head: Chain, share: Share) -> Branch:
+    below = Branch(trunk, [Branch(head, (), share, trunk.kept_bytes)], share)
+    return Branch(Chain("inputs"), [below], share)
+
+
+def stairs() -> MultiTaskModel:
+    """Each layer is wider than the one before, so that a part's second run is where most is alive: what it
+    hands on, the gradient that comes back, and what it was given."""
+    torch.manual_seed(0)
+    widths, layers = (4, 32, 48, 64, 96), []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh(), nn.Sigmoid()]
+    return MultiTaskModel(nn.Sequential(*layers), {"a": Scored(nn.Linear(96, 2))}, inputs="x")
+
+
+# In the second run of the first two there is what they hand on, with its gradient; the other two keep what
+# they are given, which nothing else would.
+@pytest.mark.parametrize("part", ["trunk[0:10]", "trunk[2:10]", "trunk[1:4]", "trunk[7:10]"])
+def test_what_a_part_needs_is_estimated_as_it_is_predicted(part: str) -> None:
+    training = training_of(stairs, x=torch.rand(512, 4))
+    profile = profile_of(training)
+    trunk, head = profile.chains["trunk"], profile.chains["a"]
+    trunk.candidates = [candidate for candidate in trunk.candidates if candidate.name == part]
+    head.candidates = []
+    choice = forest_of(trunk, head, Share(least_saving_bytes=1)).least()
+    assert choice.recompute == (part,)
+    peak_bytes = training.predict(How("split", recompute=(part,))).peak_bytes
+    assert choice.needed_bytes == pytest.approx(peak_bytes, rel=0.005)
+
+
 def overlap(one: Candidate, other: Candidate) -> bool:
     return one.start < other.stop and other.start < one.stop
 
@@ -309,9 +339,7 @@ def test_the_search_is_as_good_as_the_best_of_all_sets_of_blocks() -> None:
     profile = profile_of(training)
     trunk, head = profile.chains["trunk"], profile.chains["a"]
     share = Share(least_saving_bytes=1)
-    forest = Branch(
-        Chain("inputs"), [Branch(trunk, [Branch(head, (), share, trunk.kept_bytes)], share)], share
-    )
+    forest = forest_of(trunk, head, share)
     in_trunk = [c for c in trunk.candidates if c.name.count(".") + c.name.count("[") <= 1]
     in_head = [c for c in head.candidates if c.name in ("a", "a.0")]
     assert len(in_trunk) == 6
