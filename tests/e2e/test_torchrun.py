@@ -341,9 +341,7 @@ leave(0)
 """
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/task").is_dir(), reason="counts the process's threads, as Linux does"
-)
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's list of threads")
 def test_nothing_of_gloo_aborts_a_process_that_ends_well(tmp_path: Path) -> None:
     (tmp_path / "ending.py").write_text(ENDING)
     (done,) = finish(start(tmp_path, module="ending"))
