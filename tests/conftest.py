@@ -21,6 +21,9 @@ import skips  # noqa: E402  (from the folder that was just put onto the path)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     skips.add_option(parser)
+    parser.addoption(
+        "--all-combinations", action="store_true", help="all cases of the contract, not only a sample of them"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -298,7 +298,7 @@ def joint_reference(model: MultiTaskModel, window: Sequence[Any]) -> Reference:
     sums: dict[str, Tensor] = {}
     for index, batch in enumerate(window):
         features = {"inputs": model.inputs(batch)}
-        for name in _depth_first(model, [name for name in tasks if counts[name][index]]):
+        for name in depth_first(model, [name for name in tasks if counts[name][index]]):
             given, task = _ask(model, name, features), _running(tasks[name])
             loss = _total(task.loss(task(given, batch), batch)) * counts[name][index]
             sums[name] = sums[name] + loss if name in sums else loss
@@ -326,7 +326,7 @@ def _running(module: nn.Module) -> Any:
     return module
 
 
-def _depth_first(model: MultiTaskModel, tasks: Sequence[str]) -> list[str]:
+def depth_first(model: MultiTaskModel, tasks: Sequence[str]) -> list[str]:
     """Tasks in the order in which a walk down the tree meets them, child by child in the tasks' order."""
     met: dict[tuple[str, ...], int] = {}
     for name in tasks:
