@@ -152,7 +152,7 @@ class MeanOverMap(nn.Module):
         return features[1]["mean"]
 
 
-def awkward_model(seed: int = 0) -> MultiTaskModel:
+def awkward_model(seed: int = 0, inputs: Any = "image") -> MultiTaskModel:
     """Every awkward thing in one tree, in float64.
 
     trunk -- fpn -- deep -- noisy
@@ -174,7 +174,7 @@ def awkward_model(seed: int = 0) -> MultiTaskModel:
             "left": Regression(2, head=left, target="pair", criterion="mse"),
             "right": Regression(2, head=OnVector(2, tied_to=left), target="pair", weight=0.1),
         },
-        inputs="image",
+        inputs=inputs,
         necks={"deep": Neck(Deep(), on="fpn"), "fpn": Neck(FeaturePyramid())},
     )
     return model.double()

@@ -247,7 +247,8 @@ def _no_garbage_collection() -> Iterator[None]:
 @schedules
 @pytest.mark.usefixtures("_no_garbage_collection")
 def test_features_and_batch_die_with_their_micro_batch_g6(schedule: str) -> None:
-    model = awkward_model()
+    # the inputs are made for each micro-batch, as those are that are moved to a device
+    model = awkward_model(inputs=lambda batch: batch["image"].clone())
     features: list[weakref.ref[Tensor]] = []
     inputs: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
@@ -259,8 +260,6 @@ def test_features_and_batch_die_with_their_micro_batch_g6(schedule: str) -> None
 
     model.trunk.register_forward_pre_hook(before)
     model.trunk.register_forward_hook(lambda _m, _i, output: features.append(weakref.ref(output["list"][0])))
-    # the inputs are made for each micro-batch, as those are that are moved to a device
-    model._inputs_from = lambda batch: batch["image"].clone()
 
     Engine(model, schedule=schedule).accumulate(split_batch(awkward_batch(6), 3))
 
