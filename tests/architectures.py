@@ -65,6 +65,10 @@ class Architecture:
             return self.counts(self.window(micro_batches))
         return {name: sum(self.sizes[:micro_batches]) for name in self.model().enabled_tasks()}
 
+    def recomputes(self) -> list[tuple[str, ...]]:
+        """What may be recomputed: nothing, the whole trunk, parts."""
+        return [(), *([("trunk",)] if self.trunk else []), *([self.parts] if self.parts else [])]
+
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """All of them, by name."""
