@@ -30,7 +30,7 @@ _CLEAR_REFS, _RESET_PEAK = Path("/proc/self/clear_refs"), "5"
 def unavailable() -> str | None:
     """Why the resident set can't be measured here, if it can't."""
     if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"):
-        return "it needs Linux with glibc"
+        return "needs Linux with glibc"
     try:
         _reset_peak()
     except OSError as error:

@@ -38,6 +38,8 @@ class Architecture:
         segments: what to recompute, beside the whole trunk.
         counts: labels of a window by task; None: each task counts samples.
         trunk: whether there is one.
+        chunks: the heads that can take a micro-batch in chunks and do the same: that draw nothing, keep no
+            state, and get features of which each tensor has an entry for each sample; None: all.
     """
 
     build: Callable[[], MultiTaskModel]
@@ -46,6 +48,7 @@ class Architecture:
     segments: tuple[str, ...] = ()
     counts: Callable[[list[Any]], dict[str, float]] | None = None
     trunk: bool = True
+    chunks: tuple[str, ...] | None = None
 
     def model(self) -> MultiTaskModel:
         """The model, the same at each call."""
@@ -287,7 +290,7 @@ def features_in_the_named_result_of_an_operation() -> MultiTaskModel:
     )
 
 
-@architecture(segments=("trunk.layer",))
+@architecture(segments=("trunk.layer",), chunks=())
 def as_many_features_as_there_are_samples() -> MultiTaskModel:
     return two_heads(
         trunk(lambda f: [row for row in f]),  # noqa: C416 (a list of rows, not of the tensor's values)
@@ -328,7 +331,7 @@ def a_scale_that_no_head_uses() -> MultiTaskModel:
     return two_heads(Scales(), up(lambda f: f[0]), up(lambda f: f[1]))
 
 
-@architecture(images)
+@architecture(images, chunks=("b",))
 def features_that_no_head_uses_at_all() -> MultiTaskModel:
     return two_heads(
         Scales(),
@@ -439,7 +442,7 @@ def a_weight_tied_between_trunk_neck_and_head() -> MultiTaskModel:
     )
 
 
-@architecture(segments=("trunk.layer",))
+@architecture(segments=("trunk.layer",), chunks=())
 def a_parameter_among_the_features() -> MultiTaskModel:
     # the queries of a transformer
     return two_heads(
@@ -453,14 +456,14 @@ def a_parameter_among_the_features() -> MultiTaskModel:
     )
 
 
-@architecture()
+@architecture(chunks=())
 def parameters_only_for_features() -> MultiTaskModel:
     return two_heads(
         Made(lambda self, x: self.q, q=nn.Parameter(torch.rand(5, 4))), line(), Made(lambda self, f: f * 2)
     )
 
 
-@architecture()
+@architecture(chunks=())
 def a_buffer_among_the_features() -> MultiTaskModel:
     # prototypes that follow the data; a new tensor takes the old one's place
     def run(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -503,7 +506,7 @@ def inputs_that_want_a_gradient() -> MultiTaskModel:
     )
 
 
-@architecture(segments=("trunk.layer",))
+@architecture(segments=("trunk.layer",), chunks=())
 def features_that_are_views_of_each_other() -> MultiTaskModel:
     def make(f: Tensor) -> dict[str, Tensor]:
         first, second = f.chunk(2, dim=1)  # several views from one operation
@@ -703,7 +706,7 @@ def integers_only_for_features() -> MultiTaskModel:
     )
 
 
-@architecture(sequences, segments=("a",))
+@architecture(sequences, segments=("a",), chunks=())
 def a_recurrent_trunk() -> MultiTaskModel:
     # returns (outputs, (hidden, cell))
     return two_heads(
@@ -713,7 +716,7 @@ def a_recurrent_trunk() -> MultiTaskModel:
     )
 
 
-@architecture(sequences)
+@architecture(sequences, chunks=())
 def features_packed_by_length() -> MultiTaskModel:
     def run(self: Any, x: Tensor) -> PackedSequence:
         lengths = torch.arange(len(x)) % 3 + 2
@@ -743,7 +746,7 @@ def a_transformer_with_dropout() -> MultiTaskModel:
 # --- normalisation and randomness -------------------------------------------------------------------------
 
 
-@architecture(images, segments=("trunk.0", "trunk.1", "a"))
+@architecture(images, segments=("trunk.0", "trunk.1", "a"), chunks=())
 def batchnorm_and_dropout_everywhere() -> MultiTaskModel:
     def block(inputs: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(inputs, 3, 3), nn.BatchNorm2d(3), nn.Dropout2d(0.3), nn.ReLU())
@@ -751,7 +754,7 @@ def batchnorm_and_dropout_everywhere() -> MultiTaskModel:
     return two_heads(block(2), block(3), block(3))
 
 
-@architecture(images, segments=("trunk[1:3]", "a"))
+@architecture(images, segments=("trunk[1:3]", "a"), chunks=())
 def other_normalisations() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(
@@ -766,7 +769,7 @@ def other_normalisations() -> MultiTaskModel:
     )
 
 
-@architecture(segments=("a",))
+@architecture(segments=("a",), chunks=("b",))
 def slopes_drawn_at_random() -> MultiTaskModel:
     # RReLU fills in what its backward needs while it runs
     return two_heads(
@@ -774,7 +777,7 @@ def slopes_drawn_at_random() -> MultiTaskModel:
     )
 
 
-@architecture(segments=("trunk.0", "a", "b.0"))
+@architecture(segments=("trunk.0", "a", "b.0"), chunks=("a",))
 def spectral_and_weight_norm() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(parametrizations.spectral_norm(line(3, 4)), nn.Tanh()),
@@ -789,7 +792,7 @@ def by_hook(make: Callable[..., nn.Module], layer: nn.Module) -> nn.Module:
         return make(layer)
 
 
-@architecture(segments=("trunk.0", "a"))
+@architecture(segments=("trunk.0", "a"), chunks=("a",))
 def spectral_and_weight_norm_by_hooks() -> MultiTaskModel:
     return two_heads(
         nn.Sequential(by_hook(nn.utils.spectral_norm, line(3, 4)), nn.Tanh()),
@@ -812,7 +815,7 @@ def a_layer_normalised_by_a_hook_and_used_twice() -> MultiTaskModel:
     )
 
 
-@architecture(segments=("trunk", "a"))
+@architecture(segments=("trunk", "a"), chunks=("b",))
 def layers_dropped_at_random() -> MultiTaskModel:
     # by Python's own generator, and with noise of NumPy's; a layer that was not run has no gradient
     def run(self: Any, x: Tensor) -> Tensor:
@@ -1027,7 +1030,7 @@ def one_task_only() -> MultiTaskModel:
 # --- no trunk ---------------------------------------------------------------------------------------------
 
 
-@architecture(segments=("a", "b.0"), trunk=False)
+@architecture(segments=("a", "b.0"), trunk=False, chunks=("a",))
 def no_trunk() -> MultiTaskModel:
     return two_heads(None, line(3), nn.Sequential(line(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)))
 
@@ -1238,7 +1241,7 @@ def inputs_of_varying_size() -> MultiTaskModel:
     )
 
 
-@architecture(sizes=(1, 1, 1), segments=("trunk.layer",))
+@architecture(sizes=(1, 1, 1), segments=("trunk.layer",), chunks=())
 def batches_of_one() -> MultiTaskModel:
     return two_heads(trunk(lambda f: (f, f.squeeze(0))), on(lambda f: f[0]), on(lambda f: f[1]))
 
@@ -1286,6 +1289,11 @@ def awkward_counts(window: list[Any]) -> dict[str, float]:
     }
 
 
-@architecture(awkward_batch, counts=awkward_counts, segments=("trunk.norm", "fpn", "deep", "seg", "cls"))
+@architecture(
+    awkward_batch,
+    counts=awkward_counts,
+    segments=("trunk.norm", "fpn", "deep", "seg", "cls"),
+    chunks=("seg", "depth", "bare", "left", "right"),
+)
 def all_of_it_at_once() -> MultiTaskModel:
     return awkward_model()

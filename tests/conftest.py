@@ -16,6 +16,19 @@ from mtaccum.tasks import registry
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
+import skips  # noqa: E402  (from the folder that was just put onto the path)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    skips.add_option(parser)
+    parser.addoption(
+        "--all-combinations", action="store_true", help="all cases of the contract, not only a sample of them"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    skips.register(config)
+
 
 @pytest.fixture(autouse=True)
 def _leave_the_registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ class MeanOverMap(nn.Module):
         return features[1]["mean"]
 
 
-def awkward_model(seed: int = 0) -> MultiTaskModel:
+def awkward_model(seed: int = 0, inputs: Any = "image") -> MultiTaskModel:
     """Every awkward thing in one tree, in float64.
 
     trunk -- fpn -- deep -- noisy
@@ -194,7 +194,7 @@ def awkward_model(seed: int = 0) -> MultiTaskModel:
             "left": Regression(2, head=left, target="pair", criterion="mse"),
             "right": Regression(2, head=OnVector(2, tied_to=left), target="pair", weight=0.1),
         },
-        inputs="image",
+        inputs=inputs,
         necks={"deep": Neck(Deep(), on="fpn"), "fpn": Neck(FeaturePyramid())},
     )
     return model.double()
@@ -318,7 +318,7 @@ def joint_reference(model: MultiTaskModel, window: Sequence[Any]) -> Reference:
     sums: dict[str, Tensor] = {}
     for index, batch in enumerate(window):
         features = {"inputs": model.inputs(batch)}
-        for name in _depth_first(model, [name for name in tasks if counts[name][index]]):
+        for name in depth_first(model, [name for name in tasks if counts[name][index]]):
             given, task = _ask(model, name, features), _running(tasks[name])
             loss = _total(task.loss(task(given, batch), batch)) * counts[name][index]
             sums[name] = sums[name] + loss if name in sums else loss
@@ -346,7 +346,7 @@ def _running(module: nn.Module) -> Any:
     return module
 
 
-def _depth_first(model: MultiTaskModel, tasks: Sequence[str]) -> list[str]:
+def depth_first(model: MultiTaskModel, tasks: Sequence[str]) -> list[str]:
     """Tasks in the order in which a walk down the tree meets them, child by child in the tasks' order."""
     met: dict[tuple[str, ...], int] = {}
     for name in tasks:

@@ -19,7 +19,7 @@ from mtaccum.errors import ConfigError, first_line
 from mtaccum.parallel import by_torchrun, joined, launched
 
 _LAUNCH = "torchrun --nproc-per-node 2 -m mtaccum.train ..."
-_PATIENCE_S = 3.0
+PATIENCE_S = 3.0
 # what gloo and NCCL say, in plain RuntimeErrors, of a rank that has gone or doesn't answer
 _LOST = re.compile(
     r"gloo/|ProcessGroup|WorkNCCL|NCCL (error|communicator|watchdog|timeout)"
@@ -55,7 +55,7 @@ def let_others_speak(*, of_first: bool = False) -> None:
         of_first: whether rank 0 waits too.
     """
     if launched() and (of_first or not first()):
-        time.sleep(_PATIENCE_S)
+        time.sleep(PATIENCE_S)
 
 
 @contextlib.contextmanager

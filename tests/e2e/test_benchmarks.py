@@ -127,7 +127,7 @@ def test_step_time(tmp_path: Path) -> None:
         assert f"{ratio['median']:.3f}" in done.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the error is that there is no CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there() -> None:
     done = run("peak_memory.py", "--device", "cuda")
     assert done.returncode == 1

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from commands import LIMIT_S
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ddp.py"
-LIMIT_S = 120
 NAIVE = "DDP in every pass"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import Forked
 
 EVALUATES = "data.eval_batch_size=16"
@@ -42,7 +43,6 @@ def test_what_is_recommended_trains_within_the_budget_when_pasted(tmp_path: Path
     assert pasted == report["recommended"]["overrides"]
     assert {"summed", "split", "sequential"} == set(report["schedules"])
 
-    pytest.importorskip("matplotlib")
     assert (tmp_path / "plan" / "plan.png").stat().st_size > 10_000
     assert list((tmp_path / "plan").glob("events.out.tfevents.*"))
 
@@ -92,9 +92,8 @@ def test_wrong_options_are_refused_with_what_is_valid(
 
 
 def test_an_absent_card_is_labelled_an_estimate_with_its_reserve(tmp_path: Path, forked: Forked) -> None:
-    torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
+        pytest.skip("there is a CUDA device")
     done = plan(["+tasks=[seg,cls]", "memory.budget=2GiB", "device=cuda"], tmp_path, forked)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("An estimate for a CUDA card that isn't there")

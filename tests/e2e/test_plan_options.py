@@ -100,7 +100,6 @@ def test_trainings_need_what_is_predicted(name: str, run: Run, tmp_path: Path) -
 def test_a_plan_leaves_its_report_and_pictures_of_it(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     assert run(plan, "+tasks=[seg,cls]", "memory.budget=6MiB", eval_batch_size=5000) == 0
     assert "evaluation takes data.eval_batch_size=5000 samples at once" in capsys.readouterr().out
     assert {path.name.split(".tfevents")[0] for path in (tmp_path / "run").iterdir()} == {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import Forked
+from commands import LIMIT_S, Forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import mtaccum
@@ -156,11 +156,12 @@ def test_resume_goes_on_in_the_same_folder_as_if_uninterrupted(tmp_path: Path, f
     cut = tmp_path / "cut"
     code = (
         "import mtaccum.training.trainer as t, os, signal\n"
-        "save = t.Trainer._save\n"
-        "def kill(self, name):\n"
-        "    save(self, name)\n"
-        "    if name == 'last.pt' and self.steps == 6: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "t.Trainer._save = kill\n"
+        "save = t.save_checkpoint\n"
+        "def kill(state, path, ranks):\n"
+        "    save(state, path, ranks)\n"
+        "    if path.name == 'last.pt' and state['progress']['steps'] == 6:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "t.save_checkpoint = kill\n"
         "from mtaccum.train import main; main()\n"
     )
     rest = [*arguments, "hydra.run.dir=cut"]
@@ -200,7 +201,7 @@ def test_ctrl_c_leaves_a_whole_state_and_the_command_that_goes_on(tmp_path: Path
         if line.startswith("step 6/"):
             break
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 130
     assert "Traceback" not in error

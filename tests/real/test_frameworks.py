@@ -30,9 +30,9 @@ from mtaccum import (
     split_batch,
 )
 
-lightning = pytest.importorskip("lightning")
-accelerate = pytest.importorskip("accelerate")
-accelerate_state = pytest.importorskip("accelerate.state")
+lightning = pytest.importorskip("lightning", reason="needs the extra peers")
+accelerate = pytest.importorskip("accelerate", reason="needs the extra peers")
+accelerate_state = pytest.importorskip("accelerate.state", reason="needs the extra peers")
 
 # Lightning asks PyTorch in a way that newer releases of that deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")

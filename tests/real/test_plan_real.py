@@ -17,8 +17,8 @@ from mtaccum import Classification, Engine, MultiTaskModel, Segmentation, split_
 from mtaccum.memory import FakeTraining, measure_step
 from mtaccum.planning import Budget, plan_training
 
-timm = pytest.importorskip("timm")
-pytest.importorskip("torchvision")
+timm = pytest.importorskip("timm", reason="needs the extra vision")
+pytest.importorskip("torchvision", reason="needs the extra vision")
 
 pytestmark = pytest.mark.filterwarnings("ignore::mtaccum.InexactWarning")
 

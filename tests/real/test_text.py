@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mtaccum import Classification, Engine, MultiTaskModel, Task, split_batch, windows
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="needs the extra text")
 
 VOCABULARY, HIDDEN, SENTIMENTS, TAGS = 50, 32, 3, 5
 Batch = Mapping[str, Tensor]

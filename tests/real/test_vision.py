@@ -31,12 +31,12 @@ from mtaccum import (
 )
 from mtaccum.memory import measure_peak
 
-timm = pytest.importorskip("timm")
-resnet = pytest.importorskip("torchvision.models.resnet")
-getter = pytest.importorskip("torchvision.models._utils")
-deeplabv3 = pytest.importorskip("torchvision.models.segmentation.deeplabv3")
-fcn = pytest.importorskip("torchvision.models.segmentation.fcn")
-extraction = pytest.importorskip("torchvision.models.feature_extraction")
+timm = pytest.importorskip("timm", reason="needs the extra vision")
+resnet = pytest.importorskip("torchvision.models.resnet", reason="needs the extra vision")
+getter = pytest.importorskip("torchvision.models._utils", reason="needs the extra vision")
+deeplabv3 = pytest.importorskip("torchvision.models.segmentation.deeplabv3", reason="needs the extra vision")
+fcn = pytest.importorskip("torchvision.models.segmentation.fcn", reason="needs the extra vision")
+extraction = pytest.importorskip("torchvision.models.feature_extraction", reason="needs the extra vision")
 
 CLASSES, SIZE = 4, 32
 Batch = dict[str, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from mtaccum import ConfigError, windows
@@ -59,6 +60,19 @@ def test_seek_goes_on_where_it_was() -> None:
     assert epoch(sampler) == whole[3:]
     sampler.seek(epoch=5)
     assert epoch(sampler) != whole
+
+
+def test_each_seed_and_epoch_has_an_order_of_its_own_which_never_changes() -> None:
+    """A run that is resumed by a later version goes on with the samples that are left."""
+    orders = {}
+    for seed in range(5):
+        for number in range(5):
+            sampler = MicroBatchSampler(30, 30, seed=seed)
+            sampler.seek(number)
+            (orders[seed, number],) = list(sampler)
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            assert orders[seed, number] == torch.randperm(30, generator=generator).tolist()
+    assert len({tuple(order) for order in orders.values()}) == 25
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 2), (1, 1)])

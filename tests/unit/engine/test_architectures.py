@@ -1,31 +1,25 @@
-"""Every architecture of ``tests/architectures.py`` in every schedule against the joint double reference."""
+"""Architectures that are refused, or need something that not every schedule has; for the others see
+``test_contract.py``."""
 
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import ARCHITECTURES, Made, Scored, line, on, trunk, two_heads, vectors
+from architectures import Made, Scored, line, on, trunk, two_heads, vectors
 from helpers import (
     SCHEDULE_NAMES,
-    RandomState,
-    Reference,
     assert_close_gradients,
-    assert_equal_states,
     joint_reference,
-    seed_everything,
 )
 from torch import Tensor, nn
 
 from mtaccum import Engine, FeatureError, InplaceError, MultiTaskModel, TaskError
-from mtaccum.structure import tensors_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is frozen, so its running statistics stay"),
@@ -33,113 +27,6 @@ pytestmark = [
 ]
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-
-
-def start() -> None:
-    seed_everything(3)
-    random.seed(3)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a window does by the definition; beside the model also to the inputs and to the generators."""
-
-    reference: Reference
-    inputs: list[Tensor | None]
-    after: RandomState
-    after_python: Any
-
-
-@cache
-def expected(name: str, micro_batches: int) -> Expected:
-    """The joint backward of an architecture's window."""
-    architecture = ARCHITECTURES[name]
-    model, window = architecture.model(), architecture.window(micro_batches)
-    start()
-    reference = joint_reference(model, window)
-    return Expected(reference, gradients_of_inputs(window), RandomState(), random.getstate())
-
-
-def gradients_of_inputs(window: list[Any]) -> list[Tensor | None]:
-    return [tensor.grad for tensor in tensors_of(window)]
-
-
-def condition(model: nn.Module) -> Any:
-    """What a window must leave as it was: modes, hooks, attributes, what learns, and the weights."""
-    modules = [
-        (
-            name,
-            module.training,
-            sorted(vars(module)),
-            len(module._forward_hooks) + len(module._forward_pre_hooks),
-        )
-        for name, module in model.named_modules()
-    ]
-    weights = {n: (p.requires_grad, p._version, p.data_ptr()) for n, p in model.named_parameters()}
-    return modules, weights
-
-
-def cases() -> Iterator[Any]:
-    for name, architecture in ARCHITECTURES.items():
-        for recompute in architecture.recomputes():
-            for schedule in SCHEDULE_NAMES:
-                for micro_batches in (1, 3):
-                    label = f"{name}-{schedule}-{micro_batches}-{'+'.join(recompute) or 'kept'}"
-                    yield pytest.param(name, schedule, micro_batches, recompute, id=label)
-
-
-@pytest.mark.parametrize(("name", "schedule", "micro_batches", "recompute"), [*cases()])
-def test_a_window_does_what_the_joint_backward_does(
-    name: str, schedule: str, micro_batches: int, recompute: tuple[str, ...]
-) -> None:
-    architecture, what = ARCHITECTURES[name], expected(name, micro_batches)
-    model, window = architecture.model(), architecture.window(micro_batches)
-    before = condition(model)
-    start()
-
-    result = Engine(model, schedule=schedule, recompute=recompute).accumulate(window)
-
-    assert condition(model) == before
-    for own, other in zip(tensors_of(window), tensors_of(architecture.window(micro_batches)), strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)  # the batch is the caller's
-    assert_close_gradients(model, what.reference, 1e-12)
-    assert_equal_states(dict(model.named_buffers()), what.reference.buffers)
-    assert RandomState() == what.after
-    assert random.getstate() == what.after_python
-    assert result.counts == architecture.labels(micro_batches)
-    assert result.losses.keys() == what.reference.losses.keys()
-    for task, loss in result.losses.items():
-        assert loss.item() == pytest.approx(what.reference.losses[task].item(), rel=1e-12, abs=1e-15)
-    for own, other in zip(gradients_of_inputs(window), what.inputs, strict=True):
-        assert (own is None) == (other is None)
-        if own is not None:
-            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
-
-
-@schedules
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_step_moves_the_weights_by_the_joint_gradient(name: str, schedule: str) -> None:
-    architecture, what = ARCHITECTURES[name], expected(name, 3)
-    model, window = architecture.model(), architecture.window(3)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.5)
-    start()
-
-    result = Engine(model, optimizer, schedule=schedule, max_grad_norm=1e9).step(window)
-
-    gradients = what.reference.gradients
-    assert result.stepped is bool(what.reference.losses)
-    norm = torch.stack([g.norm() for g in gradients.values() if g is not None] or [torch.zeros(())]).norm()
-    if result.stepped:
-        torch.testing.assert_close(result.grad_norm, norm, rtol=1e-12, atol=1e-14, check_dtype=False)
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is None
-        if gradients[key] is None:
-            assert torch.equal(parameter, before[key]), key
-        else:
-            moved = (parameter - before[key] + 0.5 * gradients[key]).abs().max().item()
-            assert moved <= 1e-12 * max(norm.item(), before[key].abs().max().item()), key
-    assert_equal_states(dict(model.named_buffers()), what.reference.buffers)
 
 
 # --- what is refused --------------------------------------------------------------------------------------

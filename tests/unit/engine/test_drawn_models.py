@@ -15,13 +15,15 @@ from helpers import (
     assert_equal_states,
     joint_reference,
 )
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mtaccum import Engine, MultiTaskModel, Neck, Task
 
 WIDTH = 5
+# The same examples in every run, and none that fails for the time that it takes on a busy machine.
+untimed = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 # How much of a task's labels a micro-batch lacks; or it has no such entry, or None there.
 MISSING: tuple[float | str, ...] = (0.0, 0.0, 0.0, 0.4, 0.4, 1.0, "absent", "none")
@@ -258,14 +260,14 @@ def window_of(case: Drawn) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*is frozen, so its running statistics stay")
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(untimed, max_examples=300)
 @given(drawn(), st.sampled_from(sorted(SCHEDULE_NAMES)))
 def test_a_window_does_what_the_joint_backward_does(case: Drawn, schedule: str) -> None:
     assert_as_joint(case, schedule)
 
 
 @pytest.mark.filterwarnings("ignore:.*is frozen, so its running statistics stay")
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(untimed, max_examples=120)
 @given(
     drawn(),
     st.sampled_from(["split", "split", "sequential"]),

@@ -68,7 +68,9 @@ def test_every_option_has_a_wrong_value_above() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option of a step 'groups'\. Did you mean 'head_groups'\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option of a step 'groups'\. Did you mean 'head_groups'\?"
+    ):
         small_engine(groups=[["a", "b"]])
 
 
@@ -104,8 +106,8 @@ def test_single_options_go_before_those_given_together() -> None:
 def test_a_cell_of_the_table_is_what_happens_in_a_single_process(
     name: str, schedule: str, _: str, reason: str | None
 ) -> None:
-    """Where the table says that it works, a step runs, or is refused for the device by name; else it is refused
-    with the table's reason. Several ranks have tests of their own."""
+    """Where the table says that it works, a step runs, or is refused for the device by name; else it is
+    refused with the table's reason. Several ranks have tests of their own."""
     example = {"schedule": schedule, **EXAMPLES[name]}
     if reason is not None:
         with pytest.raises(ConfigError) as refused:
@@ -115,7 +117,8 @@ def test_a_cell_of_the_table_is_what_happens_in_a_single_process(
         with pytest.raises(ConfigError, match=r"offload keeps .* of a CUDA device"):
             small_engine(**example)
     else:
-        with pytest.warns(UserWarning) if name in ("batchnorm=sync", "comm_hook=fp16") else _nothing():
+        without_effect = name in ("batchnorm=sync", "comm_hook=fp16")
+        with pytest.warns(UserWarning, match="process") if without_effect else _nothing():
             engine = small_engine(**example)
         # a new loss scale may be too large at first
         assert any(engine.step([SAMPLES]).stepped for _ in range(20))

@@ -299,6 +299,30 @@ def test_no_weight_cast_without_a_graph_survives_b4(
     assert_close_gradients(model, reference, TOLERANCES["bf16"])
 
 
+@schedules
+def test_casts_without_a_graph_are_dropped_before_there_is_one(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the test above, on any version of PyTorch."""
+    events: list[str] = []
+    clear = torch.clear_autocast_cache
+
+    def note_and_clear() -> None:
+        events.append("dropped")
+        clear()
+
+    model = half_detached()
+    model.trunk.register_forward_pre_hook(
+        lambda *_: events.append("graph" if torch.is_grad_enabled() else "no graph")
+    )
+    engine = Engine(model, schedule=schedule)
+    monkeypatch.setattr(torch, "clear_autocast_cache", note_and_clear)
+    with users_autocast(True):
+        engine.accumulate(WINDOWS["the detached one in the first, the other in the second"])
+    ran = events.index("no graph")
+    assert events[ran : ran + 3] == ["no graph", "dropped", "graph"]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @schedules
 def test_no_weight_cast_before_a_step_is_used_after_it(schedule: str, precision: str) -> None:

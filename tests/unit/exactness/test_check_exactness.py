@@ -172,6 +172,24 @@ def test_a_count_that_does_not_match_the_loss_is_named() -> None:
     assert "additive = False" in found["count"].message
 
 
+class CountsAlmost(Regression):
+    """A mean over known values that says it is over a millionth more of the second sample's, and of all
+    later ones'."""
+
+    def count(self, batch: Any) -> Any:
+        known = ~batch["y"].isnan()
+        return (known.sum(1) * (1 + 1e-6 * batch["late"])).sum()
+
+
+def test_a_count_that_is_a_little_off_is_named() -> None:
+    given = {**batch(), "late": (torch.arange(8) > 0).double()}
+    assert faults(check_exactness(make(task=CountsAlmost(2, head=Head(), target="y")), [given])).keys() == {
+        "count"
+    }
+    even = {**given, "late": torch.ones(8)}  # of all samples alike: the mean is the same
+    assert check_exactness(make(task=CountsAlmost(2, head=Head(), target="y")), [even]).exact
+
+
 class CountsBatches(Regression):
     """Counts a batch, whatever its size."""
 
@@ -290,6 +308,25 @@ def test_what_a_replay_can_not_repeat_is_named_s3(schedule: str, trunk: type[nn.
     assert found["randomness"].where == where
     # where nothing repeats the gradients are right all the same
     assert ("gradient" in found) == (schedule == "sequential")
+
+
+class Drifting(nn.Module):
+    """Gives a little more each time that it runs."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 6)
+        self.by, self.calls = by, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + self.by * self.calls)
+
+
+def test_a_repeat_that_differs_a_little_is_named_and_rounding_is_not() -> None:
+    assert faults(check_exactness(make(trunk=Drifting(1e-6)), [batch()]))["randomness"].where == "trunk"
+    report = check_exactness(make(trunk=Drifting(1e-14)), [batch()])
+    assert report.exact, report
 
 
 def test_numpy_and_python_randomness_is_no_fault_s3() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mtaccum.memory import LiveBytes, PeakReport, measure_peak
+from mtaccum.memory.ledger import Ledger
 
 N = 256
 B = N * 4  # bytes of a float32 tensor of N elements, the unit of most counts below
@@ -205,16 +206,21 @@ def test_second_entry_is_refused_within_and_after():
 
 
 def test_storages_and_trackers_do_not_keep_each_other_alive():
-    existing = torch.ones(N)
+    def ledgers() -> int:
+        return sum(type(other) is Ledger for other in gc.get_objects())
+
+    existing, before = torch.ones(N), ledgers()
     with LiveBytes(existing=[existing], timeline=True) as tracker:
         made, dead = existing + 1, existing + 2
         storage = weakref.ref(dead.untyped_storage())
         del dead
         assert storage() is None
     unused = LiveBytes(existing=[existing])  # never entered, so never closed
-    refs = [weakref.ref(o) for o in (tracker, tracker.ledger, unused, unused.ledger)]
+    refs = [weakref.ref(o) for o in (tracker, unused)]
+    assert ledgers() == before + 2
     del tracker, unused  # no cycle either, so no collection is needed
-    assert [ref() for ref in refs] == [None] * 4
+    assert [ref() for ref in refs] == [None] * 2
+    assert ledgers() == before
     del existing, made  # must not call into what is gone
 
 

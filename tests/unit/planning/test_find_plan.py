@@ -304,7 +304,7 @@ def test_micro_batches_that_need_not_run_a_task_make_a_step_cheaper() -> None:
 
 def test_an_absent_card_is_an_estimate_with_a_reserve() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
+        pytest.skip("there is a CUDA device")
     report = report_for("dropout", "2GiB", device="cuda")
     assert "An estimate for a CUDA card that isn't there" in str(report)
     assert report.budget.tensor_bytes == 2 * 2**30 - report.budget.reserve_bytes

@@ -6,7 +6,14 @@ import signal
 
 import pytest
 
+from mtaccum.training import interrupt as interrupting
 from mtaccum.training.interrupt import interruptible
+
+
+@pytest.fixture(autouse=True)
+def _nothing_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is; a test that wants the timer's signal raises it."""
+    monkeypatch.setattr(interrupting, "PATIENCE_S", 600.0)
 
 
 def test_the_first_one_is_a_request() -> None:
@@ -28,7 +35,7 @@ def test_when_the_time_is_up_it_is_an_exception() -> None:
     with interruptible():
         signal.raise_signal(signal.SIGINT)
         remaining_s, _ = signal.getitimer(signal.ITIMER_REAL)
-        assert 0 < remaining_s <= 1.0
+        assert 0 < remaining_s <= 600.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGALRM)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,33 @@ def test_a_full_disk_leaves_the_previous_state_whole(tmp_path: Path) -> None:
     assert done.stdout.startswith("OSError")
     assert torch.equal(load_checkpoint(path)["w"], torch.zeros(4))
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_state_is_on_the_disk_before_it_takes_the_place_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a loss of power could leave neither."""
+    synced: dict[int, int] = {}
+    replaced: list[os.stat_result] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_and_sync(file: int) -> None:
+        synced[os.fstat(file).st_ino] = os.fstat(file).st_size
+        fsync(file)
+
+    def note_and_replace(source: Path, target: Path) -> None:
+        replaced.append(source.stat())
+        assert source.stat().st_ino in synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    monkeypatch.setattr(os, "replace", note_and_replace)
+    for value in (0.0, 1.0):
+        save_checkpoint({"w": torch.full((1000,), value)}, tmp_path / "last.pt")
+    assert len(replaced) == 2
+    assert [synced[status.st_ino] for status in replaced] == [status.st_size for status in replaced]
+    assert replaced[0].st_size > 4000
+    assert torch.equal(load_checkpoint(tmp_path / "last.pt")["w"], torch.ones(1000))
 
 
 def test_learning_rate_for_the_larger_batch_n10() -> None:

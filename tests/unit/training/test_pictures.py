@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -435,17 +436,24 @@ def test_the_samples_of_the_first_evaluation_are_drawn_ever_after() -> None:
 
 
 def test_kept_samples_do_not_hold_the_batch_they_were_cut_from() -> None:
-    pictures = Pictures(2)
-    list(pictures.watch([batch_of(100)], [Album()]))
-    (kept,) = pictures._batches
-    assert kept["image"].untyped_storage().nbytes() == 2 * 4 * 4
+    album, pictures, batches = Album(), Pictures(2), [batch_of(100)]
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in batches[0].values()]
+    list(pictures.watch(batches, [album]))
+    del batches
+    assert [storage() for storage in storages] == [None] * 3
+    pictures.log(1, model_of(seg=seg()), [album])
+    assert len(album.taken) == 1, "there were samples to draw"
 
 
 def test_an_evaluation_that_was_broken_off_leaves_no_samples_twice() -> None:
-    pictures = Pictures(3)
-    next(pictures.watch([batch_of(2), batch_of(2)], [Album()]))
-    list(pictures.watch([batch_of(2), batch_of(2)], [Album()]))
-    assert [len(batch["image"]) for batch in pictures._batches] == [2, 1]
+    album, pictures = Album(), Pictures(3)
+    marked = [{**batch_of(1, 1, 4, 4), "image": torch.full((1, 1, 4, 4), float(i))} for i in range(4)]
+    next(pictures.watch(marked, [album]))
+    list(pictures.watch(marked, [album]))
+    pictures.log(1, model_of(seg=seg()), [album])
+    ((_, drawn),) = album.taken
+    expected = draw_pictures(model_of(seg=seg()), marked[:3], 3)["seg"]
+    assert torch.equal(drawn["val/seg"], expected)
 
 
 def test_nothing_is_kept_or_drawn_where_nobody_takes_pictures() -> None:
@@ -455,9 +463,11 @@ def test_nothing_is_kept_or_drawn_where_nobody_takes_pictures() -> None:
 
     model = model_of(own=_Own(RuntimeError("drawn all the same")))
     for samples, logger in [(4, Blind()), (0, Album())]:
-        pictures = Pictures(samples)
-        assert len(list(pictures.watch([batch_of()], [logger]))) == 1
-        assert pictures._batches == []
+        pictures, batches = Pictures(samples), [batch_of()]
+        image = weakref.ref(batches[0]["image"].untyped_storage())
+        assert len(list(pictures.watch(batches, [logger]))) == 1
+        del batches
+        assert image() is None
         pictures.log(1, model, [logger])
 
 

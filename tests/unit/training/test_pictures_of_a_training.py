@@ -174,7 +174,6 @@ def test_tensorboard_pictures_are_written_as_they_are_and_hidden_by_a_rewind(tmp
 
 
 def test_the_memory_of_the_measured_step_is_drawn_once(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     trainer = fit(make(tmp_path, [TensorBoardLogger(tmp_path)]))
     drawn = images_in(tmp_path, "memory/")
     assert list(drawn) == ["memory/step"]

@@ -167,6 +167,44 @@ def test_what_is_logged_holds_no_graph_g5(tmp_path: Path) -> None:
         assert all(type(value) is float or type(value) is int for value in line.values())
 
 
+# --- what goes on after a state was loaded ----------------------------------------------------------------
+
+
+def dropping(folder: Path, total_steps: int) -> Trainer:
+    """A training whose trunk draws, and whose loss scale doubles after every third step."""
+    folder.mkdir(exist_ok=True)
+    trainer = make(folder, total_steps=total_steps)
+    trainer.model.trunk.append(nn.Dropout(0.5))  # type: ignore[operator, union-attr]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    trainer.engine = Engine(trainer.model, trainer.engine.optimizer, scaler=scaler)
+    return trainer
+
+
+def resumed(folder: Path, state: dict[str, Any], seed: int) -> Trainer:
+    trainer = dropping(folder, total_steps=8)
+    torch.manual_seed(seed)
+    trainer.load_state_dict(state)
+    return trainer
+
+
+def test_random_numbers_and_the_loss_scale_go_on_where_they_were(tmp_path: Path) -> None:
+    first = dropping(tmp_path / "first", total_steps=5)
+    first.fit()
+    state, random_state = load_checkpoint(tmp_path / "first" / "last.pt"), torch.get_rng_state()
+    assert first.engine.scaler.get_scale() == 16.0
+
+    one = resumed(tmp_path / "one", state, seed=1)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert one.engine.scaler.state_dict() == first.engine.scaler.state_dict()
+    one.fit()
+    assert one.engine.scaler.get_scale() == 32.0, "after the sixth step"
+
+    other = resumed(tmp_path / "other", state, seed=2)
+    other.fit()
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[name], value), "the same masks, whatever was drawn before"
+
+
 # --- steps with values that aren't finite -----------------------------------------------------------------
 
 
