@@ -1,0 +1,120 @@
+"""The package by its names of either side of 0.2.0, which changed many of them outright.
+
+Cases and observations use the new names; here they become those that the imported revision has. Once nobody
+compares with a revision before 0.2.0, the functions here are one line each and go where they are called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import mtaccum
+import mtaccum.memory
+import mtaccum.parallel
+
+__all__ = [
+    "alias_modules",
+    "count_labels",
+    "fake_training",
+    "loss_terms",
+    "make_engine",
+    "predict",
+    "skipped_steps",
+    "why_idle",
+]
+
+# Names in modules, old to new. What tests/ imports is found under both.
+MODULES = {
+    "mtaccum": {"WindowPlan": "LabelCounts"},
+    "mtaccum.parallel": {
+        "whole": "full_tensor",
+        "local": "to_local",
+        "is_spread": "is_dtensor",
+        "spread_like": "distribute_like",
+        "gathered": "unsharded",
+    },
+}
+# Arguments and attributes, new to old.
+OLD = {
+    "head_groups": "groups",
+    "loss_terms": "parts",
+    "idle": "skipped",
+    "skipped_steps": "skips",
+    "count_labels": "plan",
+}
+
+
+def alias_modules() -> None:
+    """Let both names of a thing stand for it."""
+    for name, renamed in MODULES.items():
+        module = importlib.import_module(name)
+        for old, new in renamed.items():
+            for given, missing in ((old, new), (new, old)):
+                if hasattr(module, given) and not hasattr(module, missing):
+                    setattr(module, missing, getattr(module, given))
+
+
+def _attribute(thing: Any, new: str) -> Any:
+    return getattr(thing, new) if hasattr(thing, new) else getattr(thing, OLD[new])
+
+
+def _arguments(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by the names that a function, or a dataclass, takes."""
+    taken = inspect.signature(function).parameters
+    return {name if name in taken else OLD.get(name, name): value for name, value in options.items()}
+
+
+def make_engine(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
+    """An engine with options by their new names."""
+    return mtaccum.Engine(model, optimizer, **_arguments(mtaccum.Engine, options))
+
+
+def count_labels(engine: Any, window: Sequence[Any]) -> Any:
+    """The label counts of a window."""
+    return _attribute(engine, "count_labels")(window)
+
+
+def loss_terms(result: Any) -> Mapping[str, Any]:
+    """Means of the terms of losses, by ``task/term``."""
+    found: Mapping[str, Any] = _attribute(result, "loss_terms")
+    return found
+
+
+def why_idle(result: Any) -> Mapping[str, str]:
+    """Why enabled tasks were not run."""
+    found: Mapping[str, str] = _attribute(result, "idle")
+    return found
+
+
+def skipped_steps(engine: Any) -> int:
+    """How many steps were skipped so far."""
+    return int(_attribute(engine, "skipped_steps").total)
+
+
+def fake_training(build: Any, batch: Any, options: Mapping[str, Any]) -> Any:
+    """A training on fake tensors; of the options it takes those that are the training's, if there are any."""
+    training = mtaccum.memory.FakeTraining
+    taken = inspect.signature(training).parameters
+    return training(build, batch, **{name: value for name, value in options.items() if name in taken})
+
+
+def predict(training: Any, options: Mapping[str, Any], accumulate: int) -> Any:
+    """The prediction of a step."""
+    old = getattr(mtaccum.memory, "How", None)
+    kind: Any = old if old is not None else mtaccum.StepOptions  # type: ignore[attr-defined, unused-ignore]
+    known = {field.name for field in fields(kind)}
+    given = {n: v for n, v in _arguments(kind, options).items() if n in known}
+    for name, value in given.items():
+        if name in ("groups", "head_groups"):
+            given[name] = tuple(map(tuple, value))
+        elif name == "chunks":
+            given[name] = tuple(value.items()) if old is not None else value
+        elif isinstance(value, list):
+            given[name] = tuple(value)
+    if old is not None:
+        return training.predict(old(accumulate=accumulate, **given))
+    return training.predict(kind(**given), accumulate)
