@@ -10,12 +10,14 @@ difference is named, and the exit code is then 1. Host time is reported as a rat
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
 
-from revisions.report import compare, differences_text, tables
-from revisions.run import ROOT, checked_out, observations
+from revisions.kept import keep, kept_file
+from revisions.report import compare, differences_text, read, tables
+from revisions.run import ROOT, Side, checked_out, observe_alone, observe_on_ranks
 from revisions.times import compare_times
 
 
@@ -27,34 +29,62 @@ def main() -> None:
             checked_out(arguments.base, folder / "base") as base,
             checked_out(arguments.head, folder / "head") as head,
         ):
-            sys.exit(_compare(base, head, folder, arguments))
+            sys.exit(_compare(Side("base", base), Side("head", head), folder, arguments))
 
 
-def _compare(base: Path, head: Path, folder: Path, arguments: argparse.Namespace) -> int:
-    sides = [("base", base), ("head", head)]
-    more = ["--quick"] if arguments.quick else []
-    if arguments.architectures is not None:
-        more += ["--architectures", *arguments.architectures]
-    seen = observations(sides, folder, more)
+def _compare(base: Side, head: Side, folder: Path, arguments: argparse.Namespace) -> int:
+    _observe(base, head, folder, arguments)
+    seen = read(base.written), read(head.written)
     differences = compare(*seen)
     if differences:
         print(differences_text(differences, arguments.all), end="\n\n")
     print(tables(*seen, differences))
-    if arguments.rounds:
-        print(f"\n{compare_times(sides, arguments.rounds)}")
-    cases = len({(d.kind, d.case) for d in differences})
-    print(f"\n{f'{cases} cases differ.' if cases else 'Nothing differs.'}")
-    return 1 if differences else 0
+    failures = [*base.failures, *head.failures]
+    if arguments.rounds and not failures:
+        print(f"\n{compare_times([base, head], arguments.rounds)}")
+    cases = len({(difference.kind, difference.case) for difference in differences})
+    outcome = f"{cases} cases differ." if cases else "Nothing differs."
+    print("", *failures, outcome if any(seen) else "No case was run.", sep="\n")
+    return 1 if failures or differences or not any(seen) else 0
+
+
+def _observe(base: Side, head: Side, folder: Path, arguments: argparse.Namespace) -> None:
+    more = ["--quick"] if arguments.quick else []
+    for option in ("architectures", "only"):
+        if (given := getattr(arguments, option)) is not None:
+            more += [f"--{option}", *given]
+    kept = (
+        None
+        if arguments.keep is None
+        else kept_file(arguments.keep, arguments.base, [*more, *map(str, arguments.ranks)])
+    )
+    sides = [base, head]
+    if kept is not None and kept.exists():
+        base.written, sides = [kept], [head]
+    processes = max(1, (os.cpu_count() or 1) // len(sides))
+    if 1 in arguments.ranks:
+        observe_alone(sides, folder, more, processes)
+    if 2 in arguments.ranks:
+        observe_on_ranks(sides, folder, more)
+    if kept is not None and base in sides:
+        keep(base, kept)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("base", help="a revision, or a folder with the package in it")
     parser.add_argument("--head", default=str(ROOT), help="the same; this working tree if not given")
     parser.add_argument("--quick", action="store_true", help="fewer combinations, in about a minute")
     parser.add_argument("--architectures", nargs="*", help="only these of tests/architectures.py")
+    parser.add_argument("--only", nargs="*", help="only cases whose kind and name, as printed, hold these")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, choices=[1, 2], default=[1, 2], help="both by default"
+    )
     parser.add_argument("--all", action="store_true", help="show every difference")
     parser.add_argument("--rounds", type=int, default=20, help="of timing; 0: don't time")
+    parser.add_argument("--keep", type=Path, help="folder to keep what the base does, for the next time")
     return parser.parse_args()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import mtaccum
@@ -17,6 +16,7 @@ import mtaccum.memory
 import mtaccum.parallel
 
 __all__ = [
+    "OF_TRAINING",
     "alias_modules",
     "count_labels",
     "fake_training",
@@ -65,7 +65,7 @@ def _attribute(thing: Any, new: str) -> Any:
 def _arguments(function: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options by the names that a function, or a dataclass, takes."""
     taken = inspect.signature(function).parameters
-    return {name if name in taken else OLD.get(name, name): value for name, value in options.items()}
+    return {OLD[n] if OLD.get(n) in taken else n: value for n, value in options.items()}
 
 
 def make_engine(model: Any, optimizer: Any, options: Mapping[str, Any]) -> Any:
@@ -95,26 +95,32 @@ def skipped_steps(engine: Any) -> int:
     return int(_attribute(engine, "skipped_steps").total)
 
 
+OF_TRAINING = ("precision", "batchnorm", "max_grad_norm")
+
+
 def fake_training(build: Any, batch: Any, options: Mapping[str, Any]) -> Any:
-    """A training on fake tensors; of the options it takes those that are the training's, if there are any."""
+    """A training on fake tensors, with those options that once were a training's and not a step's."""
     training = mtaccum.memory.FakeTraining
-    taken = inspect.signature(training).parameters
-    return training(build, batch, **{name: value for name, value in options.items() if name in taken})
+    given = {name: options[name] for name in OF_TRAINING if name in options}
+    if hasattr(mtaccum.memory, "How"):
+        return training(build, batch, **given)
+    return training(build, batch, options=_step_options(given))  # type: ignore[call-arg, unused-ignore]
 
 
 def predict(training: Any, options: Mapping[str, Any], accumulate: int) -> Any:
     """The prediction of a step."""
-    old = getattr(mtaccum.memory, "How", None)
-    kind: Any = old if old is not None else mtaccum.StepOptions  # type: ignore[attr-defined, unused-ignore]
-    known = {field.name for field in fields(kind)}
-    given = {n: v for n, v in _arguments(kind, options).items() if n in known}
-    for name, value in given.items():
-        if name in ("groups", "head_groups"):
-            given[name] = tuple(map(tuple, value))
-        elif name == "chunks":
-            given[name] = tuple(value.items()) if old is not None else value
-        elif isinstance(value, list):
-            given[name] = tuple(value)
-    if old is not None:
-        return training.predict(old(accumulate=accumulate, **given))
-    return training.predict(kind(**given), accumulate)
+    if not hasattr(mtaccum.memory, "How"):
+        return training.predict(_step_options(options), accumulate)
+    kind = mtaccum.memory.How
+    given = {n: v for n, v in _arguments(kind, options).items() if n in inspect.signature(kind).parameters}
+    if "groups" in given:
+        given["groups"] = tuple(map(tuple, given["groups"]))
+    if "chunks" in given:
+        given["chunks"] = tuple(given["chunks"].items())
+    if "recompute" in given:
+        given["recompute"] = tuple(given["recompute"])
+    return training.predict(kind(accumulate=accumulate, **given))
+
+
+def _step_options(options: Mapping[str, Any]) -> Any:
+    return mtaccum.StepOptions(**options)  # type: ignore[attr-defined, unused-ignore]

@@ -34,6 +34,7 @@ class Case:
         options: of the engine, by their new names.
         steps: whether it steps; otherwise gradients are accumulated, twice.
         call: what is run instead of an engine; takes the model and the window and returns losses by name.
+        counted: whether labels are counted before the step, and the counts handed to it.
         spread: over the ranks, before the optimizer is made.
         batch: makes the batch for which a step is predicted; None: none is.
         accumulate: into how many micro-batches that is split.
@@ -46,6 +47,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: bool = True
     call: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None
+    counted: bool = False
     spread: Callable[[Any], object] | None = None
     batch: Callable[[], Any] | None = None
     accumulate: int = 1
@@ -99,7 +101,7 @@ def _run_engine(case: Case, model: Any, rank: int, seen: dict[str, Any]) -> None
     seed_everything()
     window = case.window(rank)
     with Operations() as first:
-        result = run(window)
+        result = run(window, names.count_labels(engine, window) if case.counted else None)
     seen["collectives"] = dict(first.collectives)
     seen["gradients of inputs"] = _gradients_of(window)
     seen["inputs"] = [digest(tensor) for tensor in tensors_of(window, strict=False)]
@@ -159,15 +161,18 @@ class _collected:  # noqa: N801 (used as a context manager only)
 
 
 _trainings: dict[Any, Any] = {}
+_KEPT = 8
 
 
 def _predict(case: Case, rank: int, seen: dict[str, Any]) -> None:
-    """Peak and FLOPs of the step on fake tensors."""
+    """Peak and FLOPs of the step on fake tensors. What is made for that serves further cases, as it does when
+    a plan is searched."""
     if case.batch is None:
         return
-    key = case.build, case.batch, tuple((n, case.options.get(n)) for n in ("precision", "batchnorm"))
+    key = case.build, case.batch, tuple((n, case.options.get(n)) for n in names.OF_TRAINING)
     if key not in _trainings:
-        _trainings.clear()
+        if len(_trainings) == _KEPT:
+            _trainings.clear()
         _trainings[key] = names.fake_training(case.build, case.batch(), case.options)
     prediction = names.predict(_trainings[key], case.options, case.accumulate)
     seen["predicted peak bytes"], seen["predicted FLOPs"] = prediction.peak_bytes, prediction.flops

@@ -44,25 +44,34 @@ PLAIN: dict[str, Options] = {
 }
 
 
-def option_cases() -> Iterator[Case]:
-    """All of them, each with one and three micro-batches."""
-    for accumulate in (1, 3):
-        yield from _of_options(accumulate)
-        yield from _of_labels(accumulate)
-        yield from _of_modes(accumulate)
+def option_cases(quick: bool) -> Iterator[Case]:
+    """All of them, each with one and with three micro-batches; quick: in turn with one or three."""
+    for number, cases in enumerate(zip(_of_engines(1), _of_engines(3), strict=True)):
+        yield from cases if not quick else cases[number % 2 : number % 2 + 1]
     yield from _of_functions()
 
 
+def _of_engines(accumulate: int) -> Iterator[Case]:
+    yield from _of_options(accumulate)
+    yield from _of_labels(accumulate)
+    yield from _of_modes(accumulate)
+
+
 def awkward_model() -> Any:
+    """The awkward tree of the tests."""
     return importlib.import_module("helpers").awkward_model()
 
 
-def _plain(half: bool = False) -> Any:
-    model = importlib.import_module("helpers").plain_model()
-    return model.float() if half else model
+def plain_model() -> Any:
+    return importlib.import_module("helpers").plain_model()
+
+
+def plain_float32() -> Any:
+    return plain_model().float()
 
 
 def awkward_batches(samples: tuple[int, ...], _rank: int = 0) -> list[Any]:
+    """Micro-batches of so many samples for it."""
     make = importlib.import_module("helpers").awkward_batch
     return [make(number, seed) for seed, number in enumerate(samples)]
 
@@ -76,27 +85,29 @@ def _plain_batches(
     return [{k: v.to(narrow.get(v.dtype, v.dtype)) if half else v for k, v in b.items()} for b in window]
 
 
-def _sizes(accumulate: int) -> tuple[int, ...]:
-    return (4, 3, 5)[:accumulate]
-
-
 def _first_of(window: Callable[[int], list[Any]]) -> Any:
     return window(0)[0]
+
+
+AWKWARD_BATCH = partial(_first_of, partial(awkward_batches, (6,)))
+PLAIN_BATCHES = {half: partial(_first_of, partial(_plain_batches, (6,), half=half)) for half in (False, True)}
+
+
+def _sizes(accumulate: int) -> tuple[int, ...]:
+    return (4, 3, 5)[:accumulate]
 
 
 def _of_options(accumulate: int) -> Iterator[Case]:
     for name, options in AWKWARD.items():
         case = partial(Case, "options", f"{name}, K={accumulate}", awkward_model, options=options)
         window = partial(awkward_batches, _sizes(accumulate))
-        whole = partial(_first_of, partial(awkward_batches, (6,)))
-        yield case(window, batch=None if "compile" in options else whole, accumulate=accumulate)
+        yield case(window, batch=None if "compile" in options else AWKWARD_BATCH, accumulate=accumulate)
     for name, options in PLAIN.items():
         half = "precision" in options
-        window = partial(_plain_batches, _sizes(accumulate), half=half)
-        whole = partial(_first_of, partial(_plain_batches, (6,), half=half))
-        build = partial(_plain, half)
+        build = plain_float32 if half else plain_model
         case = partial(Case, "options", f"{name}, K={accumulate}", build, options=options)
-        yield case(window, batch=whole, accumulate=accumulate)
+        window = partial(_plain_batches, _sizes(accumulate), half=half)
+        yield case(window, batch=PLAIN_BATCHES[half], accumulate=accumulate)
     for schedule in ("summed", "sequential", "split"):
         name = f"gradients added to those that are there, {schedule}, K={accumulate}"
         window = partial(awkward_batches, _sizes(accumulate))
@@ -125,13 +136,14 @@ def _of_labels(accumulate: int) -> Iterator[Case]:
     for schedule in ("summed", "sequential", "split"):
         how = {"schedule": schedule}
         end = f"{schedule}, K={accumulate}"
-        yield Case("options", f"most labels missing, {end}", _plain, partial(plain, missing=9.0), how)
+        yield Case("options", f"most labels missing, {end}", plain_model, partial(plain, missing=9.0), how)
         yield Case(
-            "options", f"entries missing, {end}", _plain, partial(_without, ("cls", "value"), plain), how
+            "options", f"entries missing, {end}", plain_model, partial(_without, ("cls", "value"), plain), how
         )
         infinite = partial(_broken, "x", plain)
-        yield Case("options", f"skipped, {end}", _plain, infinite, {**how, "on_nonfinite": "skip"})
-        yield Case("options", f"not finite, {end}", _plain, infinite, how)
+        yield Case("options", f"skipped, {end}", plain_model, infinite, {**how, "on_nonfinite": "skip"})
+        yield Case("options", f"not finite, {end}", plain_model, infinite, how)
+        yield Case("options", f"counted before, {end}", plain_model, plain, how, counted=True)
 
 
 def _in_mode(mode: str, build: Callable[[], Any]) -> Any:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import mtaccum.parallel
 from revisions.observe import Case
+from revisions.single_cases import ACCUMULATE, SCHEDULES
 
 __all__ = ["rank_cases"]
 
-RANKS = 2
 KINDS = ("ddp", "fsdp")
 _ALL = ("seg", "cls", "five", "pair", "other", "last")
 # What the window of each rank lacks: a number of micro-batches, and labels of some targets.
@@ -46,20 +47,36 @@ ONLY_DDP: dict[str, Mapping[str, Any]] = {
 }
 
 
-def rank_cases(quick: bool) -> Iterator[Case]:
-    """All of them; quick: not every schedule with each K and kind of window."""
+def rank_cases(names: Sequence[str] | None, quick: bool) -> Iterator[Case]:
+    """All of them, or of architectures those named; quick: not every schedule with each K and window."""
     for kind in KINDS:
-        number = 0
-        for lacking, shape in LACKING.items():
-            for schedule in ("summed", "sequential", "split"):
-                for accumulate in (1, 3):
-                    number += 1
-                    if quick and number % 3 != 0:
-                        continue
-                    name = f"{lacking}, {schedule}, K={accumulate}"
-                    window = partial(_window, accumulate, shape)
-                    yield _case(kind, name, _tree, window, {"schedule": schedule})
+        combined = product(LACKING.items(), SCHEDULES, ACCUMULATE)
+        for number, ((lacking, shape), schedule, accumulate) in enumerate(combined):
+            if not quick or number % 3 == 0:
+                name = f"{lacking}, {schedule}, K={accumulate}"
+                window = partial(_window, accumulate, shape)
+                yield _case(kind, name, _tree, window, {"schedule": schedule})
         yield from _of_options(kind)
+        yield from _of_architectures(kind, names, quick)
+
+
+def _of_architectures(kind: str, names: Sequence[str] | None, quick: bool) -> Iterator[Case]:
+    """Each in all schedules, of which it depends on the architecture how many micro-batches they run; quick:
+    each third one, in one schedule."""
+    known = importlib.import_module("architectures").ARCHITECTURES
+    for number, name in enumerate(known if names is None else names):
+        architecture = known[name]
+        for index, schedule in enumerate(SCHEDULES):
+            accumulate = ACCUMULATE[(number + index) % len(ACCUMULATE)]
+            if not quick or number % len(SCHEDULES) ** 2 == index:
+                window = partial(_window_of, architecture, accumulate)
+                full_name = f"{name}, {schedule}, K={accumulate}"
+                yield _case(kind, full_name, architecture.model, window, {"schedule": schedule})
+
+
+def _window_of(architecture: Any, accumulate: int, rank: int) -> list[Any]:
+    sizes = architecture.sizes[:accumulate]
+    return [architecture.batch(size, 10 * rank + seed) for seed, size in enumerate(sizes)]
 
 
 def _of_options(kind: str) -> Iterator[Case]:

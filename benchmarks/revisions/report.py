@@ -70,8 +70,6 @@ def _of_values(quantity: str, base: Any, head: Any) -> Iterator[tuple[str, Any]]
             one, other = base.get(name, _MISSING), head.get(name, _MISSING)
             if one != other:
                 yield f"{quantity}: {name}", (one, other)
-        if list(base) != list(head) and base == head:
-            yield f"{quantity}: order of names", (list(base), list(head))
     else:
         yield quantity, (base, head)
 

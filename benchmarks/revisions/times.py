@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import statistics
@@ -12,24 +13,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from common import Ratio, markdown_table
 
 from revisions.run import Side, command, environment
 
 __all__ = ["compare_times", "serve"]
 
-NAMES = ("summed, K=1", "sequential, K=1", "split, K=1", "split, K=3", "split, K=3, trunk recomputed")
+# schedule, K, and what is recomputed
+STEPS: dict[str, tuple[str, int, list[str]]] = {
+    "summed, K=1": ("summed", 1, []),
+    "sequential, K=1": ("sequential", 1, []),
+    "split, K=1": ("split", 1, []),
+    "split, K=3": ("split", 3, []),
+    "split, K=3, trunk recomputed": ("split", 3, ["trunk"]),
+}
 _RESAMPLES = 2000
 
 
 def serve() -> None:
     """The worker's part: for each line, the name of a case and a number of steps, the seconds of each."""
     steps: dict[str, Any] = {}
-    print(json.dumps(list(NAMES)), flush=True)
     for line in sys.stdin:
         name, number = json.loads(line)
         if name not in steps:
-            steps[name] = _step(name)
+            steps[name] = _step(*STEPS[name])
         times = []
         for _ in range(number):
             start = time.perf_counter()
@@ -38,17 +46,13 @@ def serve() -> None:
         print(json.dumps(times), flush=True)
 
 
-def _step(name: str) -> Any:
-    import torch
-
-    from revisions import names
-    from revisions.option_cases import awkward_batches, awkward_model
-
-    model = awkward_model()
-    schedule, accumulate, *rest = name.split(", ")
-    options = {"schedule": schedule, "recompute": ["trunk"] if rest else []}
+def _step(schedule: str, accumulate: int, recompute: list[str]) -> Any:
+    """A step of the awkward tree, which is so small that what is timed is what the engine does itself."""
+    cases, names = (importlib.import_module(f"revisions.{name}") for name in ("option_cases", "names"))
+    model = cases.awkward_model()
+    options = {"schedule": schedule, "recompute": recompute}
     engine = names.make_engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4), options)
-    window = awkward_batches((4, 3, 5)[: int(accumulate[2:])])
+    window = cases.awkward_batches((4, 3, 5)[:accumulate])
     return lambda: engine.step(window)
 
 
@@ -59,24 +63,20 @@ def compare_times(sides: Sequence[Side], rounds: int, steps: int = 10) -> str:
         rounds: of one block of each revision, in an order drawn anew.
         steps: of a block.
     """
-    workers = {
-        name: subprocess.Popen(
-            command("times", package),
-            env=environment(package),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name, package in sides
-    }
+    workers = {side.name: _start(side) for side in sides}
     try:
-        cases, *_ = [_answer(worker) for worker in workers.values()]
-        rows = [_row(case, workers, rounds, steps) for case in cases]
+        rows = [_row(case, workers, rounds, steps) for case in STEPS]
     finally:
         for worker in workers.values():
             worker.kill()
     head = ["host time of a step", "base, ms", "head, ms", "head over base"]
     return markdown_table(head, rows)
+
+
+def _start(side: Side) -> Any:
+    pipe = subprocess.PIPE
+    line, given = command("times", side.package), environment(side.package)
+    return subprocess.Popen(line, env=given, stdin=pipe, stdout=pipe, text=True)
 
 
 def _row(case: str, workers: Mapping[str, Any], rounds: int, steps: int) -> tuple[str, ...]:
@@ -85,15 +85,11 @@ def _row(case: str, workers: Mapping[str, Any], rounds: int, steps: int) -> tupl
     for number in range(rounds + 1):
         for name in order.sample(list(workers), len(workers)):
             print(json.dumps([case, steps]), file=workers[name].stdin, flush=True)
-            block = _answer(workers[name])
+            block = json.loads(workers[name].stdout.readline())
             if number:  # the first one warms up
                 blocks[name].append(block)
     base, head = (_median_ms(blocks[name]) for name in ("base", "head"))
     return case, f"{base:.2f}", f"{head:.2f}", str(ratio_of_medians(blocks["head"], blocks["base"]))
-
-
-def _answer(worker: Any) -> Any:
-    return json.loads(worker.stdout.readline())
 
 
 def _median_ms(blocks: Sequence[Sequence[float]]) -> float:

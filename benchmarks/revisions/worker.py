@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import warnings
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,23 +18,17 @@ import torch.distributed as dist
 
 import mtaccum
 from revisions import names
-from revisions.observe import observe
-from revisions.rank_cases import RANKS, rank_cases
+from revisions.observe import Case, observe
+from revisions.rank_cases import rank_cases
+from revisions.run import RANKS
 from revisions.single_cases import single_cases
+from revisions.times import serve
 
-PATIENCE_S = 60.0  # in one communication
+_PATIENCE_S = 120.0  # in one communication
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["single", "ranks", "times"])
-    parser.add_argument("--package", type=Path, required=True)
-    parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--architectures", nargs="*", default=None)
-    parser.add_argument("--store", type=Path, default=None)
-    parser.add_argument("--rank", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = _arguments()
     found = Path(mtaccum.__file__).resolve().parents[1]
     assert found == arguments.package.resolve(), f"imported mtaccum from {found}"
     torch.set_num_threads(1)
@@ -40,23 +36,47 @@ def main() -> None:
     logging.disable()  # of skipped steps
     names.alias_modules()
     if arguments.what == "times":
-        from revisions.times import serve
-
         serve()
-        return
-    if arguments.what == "single":
-        cases = single_cases(arguments.architectures, arguments.quick)
+    elif arguments.what == "single":
+        _write(single_cases(arguments.architectures, arguments.quick), arguments)
     else:
         _join(arguments.store, arguments.rank)
-        cases = rank_cases(arguments.quick)
-    gc.freeze()
-    with arguments.output.open("w", encoding="utf-8") as output:
-        for case in cases:
-            seen = observe(case, arguments.rank)
-            name = f"{case.name}, rank {arguments.rank}" if arguments.what == "ranks" else case.name
-            print(json.dumps([case.kind, name, seen]), file=output, flush=True)
-    if dist.is_initialized():
+        _write(rank_cases(arguments.architectures, arguments.quick), arguments)
         os._exit(0)  # gloo's threads may outlast what they hold
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["single", "ranks", "times"])
+    parser.add_argument("--package", type=Path, required=True)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--architectures", nargs="*")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--share", default="0/1")
+    parser.add_argument("--store", type=Path)
+    parser.add_argument("--rank", type=int, default=0)
+    return parser.parse_args()
+
+
+def _write(cases: Iterable[Case], arguments: argparse.Namespace) -> None:
+    """A line for each case that is asked for, as soon as it has run."""
+    gc.freeze()  # what was imported need not be looked through before each case
+    end = f", rank {arguments.rank}" if arguments.what == "ranks" else ""
+    with arguments.output.open("w", encoding="utf-8") as output:
+        for case in _chosen(cases, arguments.only, arguments.share):
+            seen = observe(case, arguments.rank)
+            print(json.dumps([case.kind, case.name + end, seen]), file=output, flush=True)
+
+
+def _chosen(cases: Iterable[Case], only: list[str] | None, share: str) -> Iterator[Case]:
+    """Those whose kind and name hold one of some texts, and of these one process's share. Cases that begin
+    alike, with an architecture's name say, stay together."""
+    number, of = map(int, share.split("/"))
+    for case in cases:
+        wanted = only is None or any(text in f"{case.kind}: {case.name}" for text in only)
+        if wanted and zlib.crc32(case.name.split(", ")[0].encode()) % of == number:
+            yield case
 
 
 def _join(store: Path, rank: int) -> None:
@@ -65,7 +85,7 @@ def _join(store: Path, rank: int) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=RANKS,
-        timeout=datetime.timedelta(seconds=PATIENCE_S),
+        timeout=datetime.timedelta(seconds=_PATIENCE_S),
     )
 
 
