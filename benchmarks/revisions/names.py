@@ -18,10 +18,14 @@ import mtaccum.parallel
 __all__ = [
     "OF_TRAINING",
     "alias_modules",
+    "check_exactness",
     "count_labels",
     "fake_training",
+    "finding_kind",
     "loss_terms",
     "make_engine",
+    "pareto_front",
+    "plan_options",
     "predict",
     "skipped_steps",
     "why_idle",
@@ -45,6 +49,7 @@ OLD = {
     "idle": "skipped",
     "skipped_steps": "skips",
     "count_labels": "plan",
+    "pareto_front": "front",
 }
 
 
@@ -124,3 +129,32 @@ def predict(training: Any, options: Mapping[str, Any], accumulate: int) -> Any:
 
 def _step_options(options: Mapping[str, Any]) -> Any:
     return mtaccum.StepOptions(**options)  # type: ignore[attr-defined, unused-ignore]
+
+
+def check_exactness(model: Any, window: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """A check of a step with some options."""
+    return mtaccum.check_exactness(model, window, **_arguments(mtaccum.check_exactness, options))
+
+
+def finding_kind(finding: Any) -> str:
+    """What a finding of a check is about."""
+    return {"orphan parameters": "unreached parameters"}.get(finding.kind, finding.kind)
+
+
+def pareto_front(report: Any) -> Sequence[Any]:
+    """The plans that no other beats."""
+    found: Sequence[Any] = _attribute(report, "pareto_front")
+    return found
+
+
+def plan_options(plan: Any) -> dict[str, Any]:
+    """A plan's schedule, K and so on, as they are written to JSON."""
+    options = plan.how if hasattr(plan, "how") else plan.options
+    return {
+        "schedule": options.schedule,
+        "accumulate": (options if hasattr(plan, "how") else plan).accumulate,
+        "recompute": list(options.recompute),
+        "head groups": [list(group) for group in _attribute(options, "head_groups")],
+        "chunks": dict(options.chunks),
+        "offload": options.offload,
+    }

@@ -34,6 +34,7 @@ class Case:
         options: of the engine, by their new names.
         steps: whether it steps; otherwise gradients are accumulated, twice.
         call: what is run instead of an engine; takes the model and the window and returns losses by name.
+        report: what is asked instead of running anything; takes the same and returns values by quantity.
         counted: whether labels are counted before the step, and the counts handed to it.
         spread: over the ranks, before the optimizer is made.
         batch: makes the batch for which a step is predicted; None: none is.
@@ -47,6 +48,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     steps: bool = True
     call: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None
+    report: Callable[[Any, list[Any]], Mapping[str, Any]] | None = None
     counted: bool = False
     spread: Callable[[Any], object] | None = None
     batch: Callable[[], Any] | None = None
@@ -72,10 +74,13 @@ def _run(case: Case, rank: int, seen: dict[str, Any]) -> None:
     if case.spread is not None:
         case.spread(model)
     try:
-        if case.call is None:
-            _run_engine(case, model, rank, seen)
-        else:
+        if case.report is not None:
+            seed_everything()
+            seen.update(case.report(model, case.window(rank)))
+        elif case.call is not None:
             _run_call(case, case.call, model, rank, seen)
+        else:
+            _run_engine(case, model, rank, seen)
     finally:
         seen["parameters"] = digests(model.named_parameters())
         seen["buffers"] = digests(model.named_buffers())

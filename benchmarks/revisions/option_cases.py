@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mtaccum import sequential_backward, split_backward
 from revisions.observe import Case
 
-__all__ = ["awkward_batches", "awkward_model", "option_cases"]
+__all__ = ["awkward_batches", "awkward_model", "option_cases", "plain_batches", "plain_model"]
 
 Options = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def awkward_batches(samples: tuple[int, ...], _rank: int = 0) -> list[Any]:
     return [make(number, seed) for seed, number in enumerate(samples)]
 
 
-def _plain_batches(
+def plain_batches(
     samples: tuple[int, ...], _rank: int = 0, *, missing: float = 0.5, half: bool = False
 ) -> list[Any]:
     make = importlib.import_module("helpers").plain_batch
@@ -90,7 +90,7 @@ def _first_of(window: Callable[[int], list[Any]]) -> Any:
 
 
 AWKWARD_BATCH = partial(_first_of, partial(awkward_batches, (6,)))
-PLAIN_BATCHES = {half: partial(_first_of, partial(_plain_batches, (6,), half=half)) for half in (False, True)}
+PLAIN_BATCHES = {half: partial(_first_of, partial(plain_batches, (6,), half=half)) for half in (False, True)}
 
 
 def _sizes(accumulate: int) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def _of_options(accumulate: int) -> Iterator[Case]:
         half = "precision" in options
         build = plain_float32 if half else plain_model
         case = partial(Case, "options", f"{name}, K={accumulate}", build, options=options)
-        window = partial(_plain_batches, _sizes(accumulate), half=half)
+        window = partial(plain_batches, _sizes(accumulate), half=half)
         yield case(window, batch=PLAIN_BATCHES[half], accumulate=accumulate)
     for schedule in ("summed", "sequential", "split"):
         name = f"gradients added to those that are there, {schedule}, K={accumulate}"
@@ -132,7 +132,7 @@ def _broken(key: str, window: Callable[[int], list[Any]], _rank: int = 0) -> lis
 
 def _of_labels(accumulate: int) -> Iterator[Case]:
     """Labels that are missing, and values that aren't finite."""
-    plain = partial(_plain_batches, _sizes(accumulate))
+    plain = partial(plain_batches, _sizes(accumulate))
     for schedule in ("summed", "sequential", "split"):
         how = {"schedule": schedule}
         end = f"{schedule}, K={accumulate}"
@@ -203,7 +203,7 @@ def _sequential(net: Net, window: list[Any]) -> Mapping[str, Tensor]:
 
 
 def _of_functions() -> Iterator[Case]:
-    window = partial(_plain_batches, (5,))
+    window = partial(plain_batches, (5,))
     calls: dict[str, Callable[[Any, list[Any]], Mapping[str, Any]]] = {
         "split_backward": partial(_split, False, False),
         "split_backward of a function": partial(_split, False, True),

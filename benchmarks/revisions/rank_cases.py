@@ -41,7 +41,6 @@ BOTH: dict[str, Mapping[str, Any]] = {
 }
 ONLY_DDP: dict[str, Mapping[str, Any]] = {
     "chunks": {"chunks": {"cls": 2, "again": 3}},
-    "gradients in bf16": {"comm_hook": "bf16"},
     "not reduced": {"parallel": "none"},
     "head groups of tied heads": {"head_groups": [["parts", "again"]]},
 }
@@ -90,6 +89,8 @@ def _of_options(kind: str) -> Iterator[Case]:
     if kind == "ddp":
         yield _case(kind, "tied heads", partial(_tree, tied=True), window, {})
         yield _case(kind, "a frozen head", _frozen, window, {})
+        narrow = partial(_in_float32, window)
+        yield _case(kind, "gradients in bf16", _tree_in_float32, narrow, {"comm_hook": "bf16"})
 
 
 def _case(
@@ -106,6 +107,14 @@ def _case(
 
 def _tree(tied: bool = False) -> Any:
     return importlib.import_module("ranked").tree(tied)
+
+
+def _tree_in_float32() -> Any:
+    return _tree().float()
+
+
+def _in_float32(window: Callable[[int], list[Any]], rank: int) -> list[Any]:
+    return [{k: v.float() if v.is_floating_point() else v for k, v in b.items()} for b in window(rank)]
 
 
 def _frozen() -> Any:

@@ -11,6 +11,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import mtaccum
 from revisions import names
+from revisions.check_cases import check_cases
 from revisions.observe import Case, observe
 from revisions.rank_cases import rank_cases
 from revisions.run import RANKS
@@ -38,7 +40,8 @@ def main() -> None:
     if arguments.what == "times":
         serve()
     elif arguments.what == "single":
-        _write(single_cases(arguments.architectures, arguments.quick), arguments)
+        chosen = arguments.architectures, arguments.quick
+        _write(chain(single_cases(*chosen), check_cases(*chosen)), arguments)
     else:
         _join(arguments.store, arguments.rank)
         _write(rank_cases(arguments.architectures, arguments.quick), arguments)
