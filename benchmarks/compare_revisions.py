@@ -17,7 +17,7 @@ from pathlib import Path
 
 from revisions.kept import keep, kept_file
 from revisions.report import compare, differences_text, read, tables
-from revisions.run import ROOT, Side, checked_out, observe_alone, observe_on_ranks
+from revisions.run import ROOT, Side, checked_out, copied_cases, observe_alone, observe_on_ranks
 from revisions.times import compare_times
 
 
@@ -25,11 +25,12 @@ def main() -> None:
     arguments = _arguments()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        cases = copied_cases(folder / "cases")
         with (
             checked_out(arguments.base, folder / "base") as base,
             checked_out(arguments.head, folder / "head") as head,
         ):
-            sys.exit(_compare(Side("base", base), Side("head", head), folder, arguments))
+            sys.exit(_compare(Side("base", base, cases), Side("head", head, cases), folder, arguments))
 
 
 def _compare(base: Side, head: Side, folder: Path, arguments: argparse.Namespace) -> int:
@@ -53,17 +54,15 @@ def _observe(base: Side, head: Side, folder: Path, arguments: argparse.Namespace
     for option in ("architectures", "only"):
         if (given := getattr(arguments, option)) is not None:
             more += [f"--{option}", *given]
-    kept = (
-        None
-        if arguments.keep is None
-        else kept_file(arguments.keep, arguments.base, [*more, *map(str, arguments.ranks)])
-    )
+    kept = None
+    if arguments.keep is not None:
+        chosen = [*more, *map(str, arguments.ranks)]
+        kept = kept_file(arguments.keep, arguments.base, base.cases, chosen)
     sides = [base, head]
     if kept is not None and kept.exists():
         base.written, sides = [kept], [head]
-    processes = max(1, (os.cpu_count() or 1) // len(sides))
     if 1 in arguments.ranks:
-        observe_alone(sides, folder, more, processes)
+        observe_alone(sides, folder, more, processes=max(1, (os.cpu_count() or 1) // len(sides)))
     if 2 in arguments.ranks:
         observe_on_ranks(sides, folder, more)
     if kept is not None and base in sides:

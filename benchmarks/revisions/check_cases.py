@@ -38,8 +38,8 @@ def check_cases(architectures: Sequence[str] | None, quick: bool) -> Iterator[Ca
                 [name, options["schedule"], *(["recomputed"] if "recompute" in options else [])]
             )
             yield Case("checks", label, architecture.model, window, report=report)
-    for name, (build, window) in list(PLANNED.items())[: 1 if quick else None]:
-        yield Case("plans", name, build, window, report=partial(_plan, build))
+    for name, (build, planned) in list(PLANNED.items())[: 1 if quick else None]:
+        yield Case("plans", name, build, planned, report=partial(_plan, build))
 
 
 def _first_micro_batches(architecture: Any, _rank: int) -> list[Any]:

@@ -14,10 +14,10 @@ from revisions.run import ROOT, Side
 
 __all__ = ["keep", "kept_file"]
 
-_CASES = ("architectures.py", "helpers.py", "ranked.py")
+_READ = ("architectures.py", "helpers.py", "ranked.py")
 
 
-def kept_file(folder: Path, revision: str, arguments: Sequence[str]) -> Path | None:
+def kept_file(folder: Path, revision: str, cases: Path, arguments: Sequence[str]) -> Path | None:
     """Where observations of a revision are, or will be: under its commit, and under all else that they depend
     on, which are cases, versions and processor. None if it is no revision but a folder."""
     line = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
@@ -25,7 +25,10 @@ def kept_file(folder: Path, revision: str, arguments: Sequence[str]) -> Path | N
     if done.returncode:
         return None
     known = hashlib.sha256("\n".join(arguments).encode())
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), *(ROOT / "tests" / name for name in _CASES)):
+    for path in (
+        *sorted(cases.glob("benchmarks/revisions/*.py")),
+        *(cases / "tests" / name for name in _READ),
+    ):
         known.update(path.read_bytes())
     versions = platform.python_version(), torch.__version__, torch.backends.cpu.get_cpu_capability()
     known.update("\n".join(versions).encode())

@@ -138,7 +138,8 @@ def check_exactness(model: Any, window: Sequence[Any], options: Mapping[str, Any
 
 def finding_kind(finding: Any) -> str:
     """What a finding of a check is about."""
-    return {"orphan parameters": "unreached parameters"}.get(finding.kind, finding.kind)
+    kind = str(finding.kind)
+    return {"orphan parameters": "unreached parameters"}.get(kind, kind)
 
 
 def pareto_front(report: Any) -> Sequence[Any]:

@@ -82,7 +82,9 @@ def tables(base: Observations, head: Observations, differences: Iterable[Differe
         differing[difference.kind].add(difference.case)
         of_quantity[difference.quantity.split(": ")[0]].add((difference.kind, difference.case))
     cases = Counter(kind for kind, _ in dict.fromkeys([*base, *head]))
-    refused = Counter(kind for (kind, _), seen in base.items() if "refused: run" in seen)
+    refused = Counter(
+        key[0] for key in base.keys() & head.keys() if "refused: run" in base[key].keys() & head[key]
+    )
     kinds = markdown_table(
         ["kind of case", "cases", "equal", "differing", "refused by both"],
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,11 +11,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ROOT", "Side", "checked_out", "command", "environment", "observe_alone", "observe_on_ranks"]
+__all__ = [
+    "RANKS",
+    "ROOT",
+    "Side",
+    "checked_out",
+    "copied_cases",
+    "observe_alone",
+    "observe_on_ranks",
+    "start",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = Path(__file__).with_name("worker.py")
 RANKS = 2
+_CASES = ("benchmarks/common.py", "benchmarks/revisions/*.py", "tests/*.py")
 
 
 @dataclass
@@ -24,21 +34,26 @@ class Side:
     Attributes:
         name: ``base`` or ``head``.
         package: the folder that holds the package.
+        cases: the folder that holds what is run on it.
         written: files with what its processes saw.
         failures: what processes that failed had to say.
     """
 
     name: str
     package: Path
+    cases: Path
     written: list[Path] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def checked_out(revision: str, folder: Path) -> Iterator[Path]:
-    """The folder of a revision: itself if it is one with the package in it; or a temporary worktree."""
+    """A folder with the package of a revision, which is a commit or a folder itself. Of a commit it is a
+    temporary worktree; of a folder a copy, since whoever waits for the end goes on editing."""
     if (Path(revision) / "mtaccum" / "__init__.py").is_file():
-        yield Path(revision).resolve()
+        no_caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(revision) / "mtaccum", folder / "mtaccum", ignore=no_caches)
+        yield folder
         return
     git = ["git", "-C", str(ROOT), "worktree"]
     add = [*git, "add", "--quiet", "--detach", str(folder), revision]
@@ -52,21 +67,28 @@ def checked_out(revision: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(folder)], check=False)
 
 
-def environment(package: Path) -> dict[str, str]:
-    """For a process that imports the package of one revision, and the cases of this one."""
-    paths = [package, ROOT / "benchmarks", ROOT / "tests"]
-    return {
+def copied_cases(folder: Path) -> Path:
+    """A copy of what is run, which both revisions run, with folders as they are in the checkout."""
+    for pattern in _CASES:
+        for path in ROOT.glob(pattern):
+            copy = folder / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    return folder
+
+
+def start(side: Side, what: str, *arguments: str, **settings: int | None) -> subprocess.Popen[str]:
+    """A process that imports the package of a revision, and the cases."""
+    paths = [side.package, side.cases / "benchmarks", side.cases / "tests"]
+    environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "PYTHONDONTWRITEBYTECODE": "1",  # a folder may be anyone's
         "PYTHONHASHSEED": "0",  # sets of names in the same order
         "OMP_NUM_THREADS": "1",
     }
-
-
-def command(what: str, package: Path, *more: str) -> list[str]:
-    """The command line of a worker."""
-    return [sys.executable, str(WORKER), what, "--package", str(package), *more]
+    worker = side.cases / "benchmarks" / "revisions" / "worker.py"
+    command = [sys.executable, str(worker), what, "--package", str(side.package), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, **settings)  # type: ignore[call-overload, no-any-return]
 
 
 def observe_alone(sides: Sequence[Side], folder: Path, arguments: Sequence[str], processes: int) -> None:
@@ -74,7 +96,7 @@ def observe_alone(sides: Sequence[Side], folder: Path, arguments: Sequence[str],
     What they see is written into files in the folder."""
     shares = [f"{number}/{processes}" for number in range(processes)]
     _wait(
-        _run(side, "single", folder / f"{side.name}-{number}.jsonl", ["--share", share, *arguments])
+        _observe(side, "single", folder / f"{side.name}-{number}.jsonl", ["--share", share, *arguments])
         for side in sides
         for number, share in enumerate(shares)
     )
@@ -85,7 +107,7 @@ def observe_on_ranks(sides: Sequence[Side], folder: Path, arguments: Sequence[st
     for side in sides:
         given = ["--store", str(folder / f"{side.name}-store"), *arguments]
         _wait(
-            _run(side, "ranks", folder / f"{side.name}-rank-{rank}.jsonl", ["--rank", str(rank), *given])
+            _observe(side, "ranks", folder / f"{side.name}-rank-{rank}.jsonl", ["--rank", str(rank), *given])
             for rank in range(RANKS)
         )
 
@@ -97,11 +119,10 @@ class _Running:
     errors: Path
 
 
-def _run(side: Side, what: str, output: Path, arguments: Sequence[str]) -> _Running:
-    line = command(what, side.package, "--output", str(output), *arguments)
+def _observe(side: Side, what: str, output: Path, arguments: Sequence[str]) -> _Running:
     errors = output.with_suffix(".err")
     with errors.open("w") as stream:
-        process = subprocess.Popen(line, env=environment(side.package), stderr=stream, text=True)
+        process = start(side, what, "--output", str(output), *arguments, stderr=stream.fileno())
     side.written.append(output)
     return _Running(side, process, errors)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from common import Ratio, markdown_table
 
-from revisions.run import Side, command, environment
+from revisions.run import Side, start
 
 __all__ = ["compare_times", "serve"]
 
@@ -63,7 +63,8 @@ def compare_times(sides: Sequence[Side], rounds: int, steps: int = 10) -> str:
         rounds: of one block of each revision, in an order drawn anew.
         steps: of a block.
     """
-    workers = {side.name: _start(side) for side in sides}
+    pipe = subprocess.PIPE
+    workers = {side.name: start(side, "times", stdin=pipe, stdout=pipe) for side in sides}
     try:
         rows = [_row(case, workers, rounds, steps) for case in STEPS]
     finally:
@@ -71,12 +72,6 @@ def compare_times(sides: Sequence[Side], rounds: int, steps: int = 10) -> str:
             worker.kill()
     head = ["host time of a step", "base, ms", "head, ms", "head over base"]
     return markdown_table(head, rows)
-
-
-def _start(side: Side) -> Any:
-    pipe = subprocess.PIPE
-    line, given = command("times", side.package), environment(side.package)
-    return subprocess.Popen(line, env=given, stdin=pipe, stdout=pipe, text=True)
 
 
 def _row(case: str, workers: Mapping[str, Any], rounds: int, steps: int) -> tuple[str, ...]:

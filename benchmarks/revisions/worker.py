@@ -8,6 +8,8 @@ import gc
 import json
 import logging
 import os
+import sys
+import traceback
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
@@ -20,7 +22,7 @@ import torch.distributed as dist
 import mtaccum
 from revisions import names
 from revisions.check_cases import check_cases
-from revisions.observe import Case, observe
+from revisions.observe import FAILED, Case, observe
 from revisions.rank_cases import rank_cases
 from revisions.run import RANKS
 from revisions.single_cases import single_cases
@@ -43,9 +45,7 @@ def main() -> None:
         chosen = arguments.architectures, arguments.quick
         _write(chain(single_cases(*chosen), check_cases(*chosen)), arguments)
     else:
-        _join(arguments.store, arguments.rank)
-        _write(rank_cases(arguments.architectures, arguments.quick), arguments)
-        os._exit(0)  # gloo's threads may outlast what they hold
+        _on_ranks(arguments)
 
 
 def _arguments() -> argparse.Namespace:
@@ -70,6 +70,8 @@ def _write(cases: Iterable[Case], arguments: argparse.Namespace) -> None:
         for case in _chosen(cases, arguments.only, arguments.share):
             seen = observe(case, arguments.rank)
             print(json.dumps([case.kind, case.name + end, seen]), file=output, flush=True)
+            if FAILED in seen and end:  # the other rank may be anywhere
+                sys.exit(f"{case.kind}: {case.name}{end}: {seen[FAILED]}")
 
 
 def _chosen(cases: Iterable[Case], only: list[str] | None, share: str) -> Iterator[Case]:
@@ -80,6 +82,22 @@ def _chosen(cases: Iterable[Case], only: list[str] | None, share: str) -> Iterat
         wanted = only is None or any(text in f"{case.kind}: {case.name}" for text in only)
         if wanted and zlib.crc32(case.name.split(", ")[0].encode()) % of == number:
             yield case
+
+
+def _on_ranks(arguments: argparse.Namespace) -> None:
+    """It doesn't return: gloo's threads may outlast what they hold."""
+    code = 1
+    try:
+        _join(arguments.store, arguments.rank)
+        _write(rank_cases(arguments.architectures, arguments.quick), arguments)
+        code = 0
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _join(store: Path, rank: int) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,11 @@ def test_what_one_changed_line_does_is_found_and_named(tmp_path: Path) -> None:
         ("functions: sequential_backward", "gradients"),
         (recomputed, "buffers"),
         # DDP makes its buckets anew once it has seen a backward
-        (f"{on_ranks}, rank 0", "collectives of a second step"),
-        (f"{on_ranks}, rank 1", "collectives of a second step"),
+        (f"{on_ranks}, rank 0", "collectives of a later step"),
+        (f"{on_ranks}, rank 1", "collectives of a later step"),
     }
     assert f"{recomputed}\n    buffers: trunk.1.running_mean\n      base float64[3] " in done.stdout
-    assert re.search(r"second step: allreduce of \d+ bytes\n      base 1\n      head nothing", done.stdout)
+    assert re.search(r"later step: allreduce of \d+ bytes\n      base 1\n      head nothing", done.stdout)
     assert table(done.stdout, "fsdp") == [2, 2, 0, 0]
     assert done.stdout.endswith("\n7 cases differ.\n")
 
@@ -139,12 +140,13 @@ def test_what_is_kept_is_kept_by_commit_and_arguments(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     kept, run = (importlib.import_module(f"revisions.{name}") for name in ("kept", "run"))
-    file = kept.kept_file(tmp_path / "kept", "HEAD", ["--quick"])
-    assert file == kept.kept_file(tmp_path / "kept", "HEAD", ["--quick"])
-    assert file != kept.kept_file(tmp_path / "kept", "HEAD", [])
-    assert kept.kept_file(tmp_path / "kept", str(ROOT), []) is None  # a folder may change
+    where = partial(kept.kept_file, tmp_path / "kept", cases=ROOT)
+    file = where("HEAD", arguments=["--quick"])
+    assert file == where("HEAD", arguments=["--quick"])
+    assert file != where("HEAD", arguments=[])
+    assert where(str(ROOT), arguments=[]) is None  # a folder may change
     (tmp_path / "written").write_text("a line\n")
-    side = run.Side("base", ROOT, [tmp_path / "written"], ["a process of base failed"])
+    side = run.Side("base", ROOT, ROOT, [tmp_path / "written"], ["a process of base failed"])
     kept.keep(side, file)
     assert not file.exists()
     side.failures.clear()
