@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,9 @@ from revisions.times import compare_times
 
 def main() -> None:
     arguments = _arguments()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("error: terminated")
+    )  # worktrees are taken away even so
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases = copied_cases(folder / "cases")

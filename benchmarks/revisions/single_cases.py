@@ -21,8 +21,9 @@ def single_cases(names: Sequence[str] | None, quick: bool) -> Iterator[Case]:
     """All of them, or of architectures those named.
 
     Args:
-        quick: of schedules, K and what is recomputed any two values meet, on one architecture or another;
-            otherwise all combinations are run on each.
+        quick: of schedules, K and what is recomputed any two values meet, on one architecture or another,
+            and one step of every second architecture is predicted; otherwise all combinations are run on
+            each, and predicted.
     """
     yield from architecture_cases(names, quick)
     yield from option_cases(quick)
@@ -42,7 +43,7 @@ def architecture_cases(names: Sequence[str] | None, quick: bool) -> Iterator[Cas
                 build=build,
                 window=partial(_window, architecture, accumulate),
                 options={"schedule": schedule, "recompute": recompute},
-                batch=batch if predicts and (not quick or index == number % 3) else None,
+                batch=batch if predicts and (not quick or index == number % 6) else None,
                 accumulate=accumulate,
             )
 
