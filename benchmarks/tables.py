@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks.md, made from committed results: ``python benchmarks/tables.py``.
+"""The tables of README.md and docs/benchmarks.md, made from the results that are committed.
 
     python benchmarks/tables.py                            # from docs/results
     python benchmarks/tables.py --take benchmarks/results  # after measuring: take these results over first
@@ -85,7 +85,9 @@ def _peers(results: Results) -> str:
 
 
 def _metrics(results: Results) -> str:
-    difference = f"Largest difference of a first loss between schedules: {results['first_loss_difference']:.1e}."
+    difference = (
+        f"Largest difference of a first loss between schedules: {results['first_loss_difference']:.1e}."
+    )
     return f"{final_metrics.table_of(results['runs'])}\n\n{difference}"
 
 
@@ -109,12 +111,12 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
 def caption(results: Results) -> str:
     """How a table was measured, in a line."""
     facts = results["environment"]
-    hardware = facts["hardware"]
+    hardware, threads = facts["hardware"], facts["threads"]
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     took = f", {results['elapsed_s']:.0f} s" if "elapsed_s" in results else ""
     line = (
         f"`{facts['command']}`, {facts['date']}{took}; {hardware['cpu_cores']} CPU cores, "
-        f"{hardware['memory_gib']} GiB, {hardware['gpu'] or 'no GPU'}, threads: {facts['threads']}; {versions}."
+        f"{hardware['memory_gib']} GiB, {hardware['gpu'] or 'no GPU'}, threads: {threads}; {versions}."
     )
     return f"**A look at small models, not a measurement.** {line}" if is_look(results) else line
 
@@ -155,7 +157,9 @@ def take(folder: Path) -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description="Make the tables of README.md and docs/benchmarks.md.")
-    parser.add_argument("--take", type=Path, help="take the results in this folder over into docs/results first")
+    parser.add_argument(
+        "--take", type=Path, help="take the results in this folder over into docs/results first"
+    )
     options = parser.parse_args()
     if options.take is not None:
         take(options.take)

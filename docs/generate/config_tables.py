@@ -135,8 +135,17 @@ def table(text: str, prefix: str = "", without: str | None = None) -> str:
         cls = class_of(values.get(above) if above else values)
         said = "" if cls is None else arguments_of(cls).get(name, "")
         path = f"{prefix}{entry.path}"
-        rows.append([f"`{path}`", f"`{entry.default}`", valid(path), said or " ".join(entry.comment)])
+        meaning = said or " ".join(entry.comment)
+        rows.append([f"`{path}`", f"`{entry.default}`", valid(path), literal(meaning)])
     return markdown([["option", "default", "valid", "meaning"], ["---"] * 4, *rows]) if rows else ""
+
+
+def literal(text: str) -> str:
+    """Text whose underscores and stars Markdown shall leave alone, but for what is code already."""
+    pieces = text.split("`")
+    return "`".join(
+        piece if index % 2 else re.sub(r"([_*<])", r"\\\1", piece) for index, piece in enumerate(pieces)
+    )
 
 
 def configuration() -> str:

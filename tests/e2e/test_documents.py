@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from commands import Forked
+from commands import LIMIT_S, Forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,43 +84,58 @@ def name_of(page: Path) -> str:
 
 
 def shell(line: str, folder: Path, forked: Forked | None = None) -> None:
-    """Run a line; mtaccum's own commands in forked processes, if it is given who forks them."""
-    words = shlex.split(line)
-    if words[0] in ("python", "torchrun") and "mtaccum.train" in words and "--cfg" not in words:
-        resumes = any(word.startswith("resume=") for word in words)
-        kept = [word for word in words if not word.startswith("trainer.max_steps=")]
-        short = LONGER if resumes else SHORT
-        if "--config-dir" in words:
-            short = [word for word in short if not word.startswith("data.")]
-        words = [*kept, *short]
-        if forked is not None and not any(
-            w.startswith(("hydra.run.dir=", "resume=", "--multirun")) for w in words
-        ):
-            # of their own, since two may begin in one second
-            words.append(f"hydra.run.dir=outputs/2099-01-01/{next(_NUMBERS):02}")
+    """Run a line; what is Python in forked processes, if it is given who forks them."""
+    words = shortened(shlex.split(line), names_folders=forked is not None)
     if words[0] == "tensorboard":
-        words = [sys.executable, "-m", "tensorboard.main", "--inspect", *words[1:]]  # reads, doesn't serve
+        words = ["python", "-m", "tensorboard.main", "--inspect", *words[1:]]  # reads, doesn't serve
     if words[0] == "python" and words[1].startswith("benchmarks/"):
         words.append("--help")  # test_benchmarks.py runs them
-    if words[0] == "torchrun":
-        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    if forked is not None and words[:2] == ["python", "-m"] and words[2].startswith("mtaccum."):
-        done = forked.command(folder, words[2].removeprefix("mtaccum."), *words[3:])
+    if forked is not None and (job := forkable(words)) is not None:
+        (ended,) = forked.run({**job, "folder": str(folder), "limit_s": LIMIT_S})
+        code, said = max(ended.codes), "\n".join([*ended.out, *ended.err])
     else:
         if words[0] == "python":
             words[0] = sys.executable
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        code, said = done.returncode, done.stdout + done.stderr
+    assert code == 0, f"{line}\n{said}"
+
+
+def shortened(words: list[str], *, names_folders: bool) -> list[str]:
+    """A training's command, with few steps on few scenes; others as they are."""
+    if words[0] not in ("python", "torchrun") or "mtaccum.train" not in words or "--cfg" in words:
+        return words
+    short = LONGER if any(word.startswith("resume=") for word in words) else SHORT
+    if "data=squares" in words:  # which has no options of ours
+        short = [word for word in short if not word.startswith("data.")]
+    words = [*(word for word in words if not word.startswith("trainer.max_steps=")), *short]
+    named = any(word.startswith(("hydra.run.dir=", "resume=", "--multirun")) for word in words)
+    # folders of their own, since two may begin in one second
+    return (
+        words
+        if named or not names_folders
+        else [*words, f"hydra.run.dir=outputs/2099-01-01/{next(_NUMBERS):02}"]
+    )
+
+
+def forkable(words: list[str]) -> dict[str, object] | None:
+    """The job (``forked_ranks.py``) of one of mtaccum's commands or of a script, on ranks by ``torchrun``."""
+    ranks = 0
+    if words[:2] == ["torchrun", "--nproc-per-node"]:
+        ranks, words = int(words[2]), ["python", *words[3:]]
+    if words[:2] == ["python", "-m"] and words[2].startswith("mtaccum."):
+        return {"command": words[2].removeprefix("mtaccum."), "arguments": words[3:], "ranks": ranks}
+    if words[0] == "python" and len(words) == 2 and words[1].endswith(".py"):
+        return {"command": words[1], "arguments": [], "ranks": ranks}
+    return None
 
 
 def commands_in(block: Block) -> list[str]:
     """The lines of an ``sh`` block that are run here; a line that ends in a backslash goes on in the next."""
     lines = block.text.replace("\\\n", " ").splitlines()
     return [
-        line
-        for line in lines
-        if line and line not in ELSEWHERE and not line.startswith(("#", *FOR_A_PERSON))
+        line for line in lines if line and line not in ELSEWHERE and not line.startswith(("#", *FOR_A_PERSON))
     ]
 
 
@@ -142,7 +157,7 @@ def test_page_runs_in_the_readers_order(
                 shell(line, tmp_path, forked)
         elif block.file is not None:
             (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / block.file).write_text(block.text)
+            (tmp_path / block.file).write_text(block.text.partition("\n")[2])  # without its name
         elif block.language == "python":
             # numbered as in the page, so that an error says where it is
             exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)

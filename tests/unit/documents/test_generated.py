@@ -162,3 +162,15 @@ def test_ids_of_cases_in_names_of_tests_are_in_the_cases() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     used = set(re.findall(r"def test_\w*?_([gblnisadrctvepf]\d{1,2})(?=_|\()", source))
     assert used <= rows, used - rows
+
+
+def test_signs_of_markdown_in_comments_stand_for_themselves(hooks: ModuleType) -> None:
+    rows = rows_of(hooks.fill((DOCS / "commands.md").read_text()))
+    assert r"{\_target\_: my\_package.FPN, on: trunk}" in rows["necks"][-1]
+    assert "`python -m mtaccum.plan`" in rows["memory.budget"][-1]
+
+
+def test_what_is_cited_is_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == mtaccum.__version__
+    assert f"## {mtaccum.__version__} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -47,9 +47,7 @@ def test_short_runs_are_not_taken_over(tables: ModuleType, tmp_path: Path) -> No
         tables.take(tmp_path)
 
 
-def test_results_are_taken_over(
-    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_taken_over(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"environment": {"command": "python benchmarks/ddp.py"}}'
     (tmp_path / "ddp.json").write_text(text)
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "committed")
