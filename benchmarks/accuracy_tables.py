@@ -8,7 +8,7 @@ from typing import Any
 
 from common import MIB, markdown_table
 
-__all__ = ["LARGE_BYTES", "PARTS", "missed", "text_of"]
+__all__ = ["LARGE_BYTES", "PARTS", "missed", "tables_of", "text_of"]
 
 PREDICTIONS, RESIDENT, RUNS, PLANS = PARTS = ("predictions", "resident", "runs", "plans")
 LARGE_BYTES = (
@@ -24,13 +24,18 @@ Results = Mapping[str, Rows]
 
 def text_of(results: Results) -> str:
     """All tables with a word on each."""
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in tables_of(results).items())
+
+
+def tables_of(results: Results) -> dict[str, str]:
+    """By title each table, with a word on it below."""
     tables = {
         "Predicted over measured peak": (_predictions(results[PREDICTIONS]), _extremes(results[PREDICTIONS])),
         "Predicted over the resident set of a process": (_resident(results[RESIDENT]), _ON_RESIDENT),
         "Recommended plans, run": (_runs(results[RUNS]), _ON_RUNS),
         "The planner on large models": (_plans(results[PLANS]), _ON_PLANS),
     }
-    return "\n\n".join(f"## {title}\n\n{table}\n\n{word}" for title, (table, word) in tables.items())
+    return {title: f"{table}\n\n{word}" for title, (table, word) in tables.items()}
 
 
 def missed(results: Results) -> list[str]:

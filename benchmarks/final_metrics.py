@@ -53,6 +53,16 @@ def metrics_of(summary: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def table_of(runs: dict[str, dict[str, Any]]) -> str:
+    """The summaries of the runs, by name, as a Markdown table."""
+    names = sorted(metrics_of(next(iter(runs.values()))))
+    rows = [
+        [run, *(f"{metrics_of(summary)[name]:.4f}" for name in names), f"{summary['elapsed_s']:.0f}"]
+        for run, summary in runs.items()
+    ]
+    return markdown_table(["run", *names, "elapsed (s)"], rows)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -70,12 +80,7 @@ def main() -> None:
             )
             for schedule, seed in runs
         }
-    names = sorted(metrics_of(next(iter(found.values()))))
-    rows = [
-        [run, *(f"{metrics_of(summary)[name]:.4f}" for name in names), f"{summary['elapsed_s']:.0f}"]
-        for run, summary in found.items()
-    ]
-    table = markdown_table(["run", *names, "elapsed (s)"], rows)
+    table = table_of(found)
     base = found["split, seed 0"]["first_losses"]
     first = max(
         abs(summary["first_losses"][name] - base[name])
