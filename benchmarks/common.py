@@ -11,13 +11,14 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from markdown_tables import markdown_table
 
 __all__ = [
     "MIB",
@@ -139,22 +140,6 @@ def environment_line(facts: Mapping[str, Any]) -> str:
         f"threads: {facts['threads']}; Python {versions['python']}, torch {versions['torch']}, "
         f"{versions['system']}; {facts['date']}; `{facts['command']}`"
     )
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A Markdown table whose columns line up in plain text too: ``texts`` columns of text, then numbers."""
-    cells = [list(head), *map(list, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if column < texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = ["-" * width if column < texts else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-    return "\n".join([line(head), line(rule), *map(line, cells[1:])])
 
 
 def write_results(output: Path, name: str, text: str, results: Mapping[str, Any]) -> None:
