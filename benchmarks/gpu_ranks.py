@@ -187,7 +187,7 @@ def main() -> None:
         largest = one_rank(options.device)
     else:
         here = compared(options.kind, options.device, options.rank, options.ranks)
-        (largest,) = current_ranks().largest([here])
+        (largest,) = current_ranks().all_reduce_max([here])
     print(json.dumps({"difference": largest}), flush=True)
     dist.destroy_process_group()
     os._exit(0)  # DDP keeps threads of gloo, and one that wants Python while that ends aborts the process

@@ -17,8 +17,16 @@ from models import dense_model
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from mtaccum import Classification, Engine, InexactWarning, MultiTaskModel, Segmentation, split_batch
-from mtaccum.memory import FakeTraining, How, measure_peak, measure_step
+from mtaccum import (
+    Classification,
+    Engine,
+    InexactWarning,
+    MultiTaskModel,
+    Segmentation,
+    StepOptions,
+    split_batch,
+)
+from mtaccum.memory import FakeTraining, measure_peak, measure_step
 
 __all__ = [
     "Subject",
@@ -63,22 +71,22 @@ class Subject:
     """A model and one batch for it, on the host.
 
     Attributes:
-        parts: of the trunk, to be recomputed.
+        segments: of the trunk, to be recomputed.
     """
 
     title: str
     build: Callable[[], MultiTaskModel]
     batch: dict[str, Tensor]
-    parts: tuple[str, ...]
+    segments: tuple[str, ...]
 
     def ways(self) -> list[Way]:
         """The schedules, and what else changes the memory of a step."""
         schedules = [Way(schedule) for schedule in ("summed", "sequential", "split")]
         return [
             *schedules,
-            Way(recompute=self.parts),
+            Way(recompute=self.segments),
             Way(accumulate=4),
-            Way(accumulate=4, recompute=self.parts),
+            Way(accumulate=4, recompute=self.segments),
         ]
 
 
@@ -227,13 +235,14 @@ def predictor(subject: Subject, kind: str, precision: str = "fp32") -> Callable[
     Args:
         kind: ``cpu``; or ``cuda``, as for a card that isn't there.
     """
+    options = StepOptions(precision=precision)
     training = FakeTraining(
-        subject.build, subject.batch, build_optimizer=_adamw, device=kind, precision=precision
+        subject.build, subject.batch, build_optimizer=_adamw, device=kind, options=options
     )
 
     def predict(way: Way) -> int:
-        how = How(way.schedule, way.accumulate, way.recompute, offload=way.offload)
-        return training.predict(how).peak_bytes
+        chosen = {"schedule": way.schedule, "recompute": way.recompute, "offload": way.offload}
+        return training.predict(options.changed(chosen), way.accumulate).peak_bytes
 
     return predict
 

@@ -38,7 +38,7 @@ def synchronisations(setting: Setting) -> Iterator[dict[str, Any]]:
         Way(),
         Way("sequential"),
         Way("summed"),
-        Way(recompute=trained.subject.parts),
+        Way(recompute=trained.subject.segments),
         Way(precision="fp16"),
     ]
     places = ["device", "host", "pinned"] if setting.cuda else ["device"]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mtaccum.planning import find_plan
     from mtaccum.training import evaluate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BatchError",

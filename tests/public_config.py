@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import hydra
 from omegaconf import OmegaConf
 
+from mtaccum import StepOptions
 from mtaccum.config import RunConfig, config_dir, group_options
+from mtaccum.config.schema import ENGINE_KEYS
+from mtaccum.engine.option_values import OneOf
 
 _ADDED = ("experiment", "tasks")  # groups of which the default config has no option
 
@@ -47,5 +51,10 @@ def _choices(section: Any, above: str = "") -> Iterator[tuple[str, list[str]]]:
     for name, field in section.model_fields.items():
         if typing.get_origin(field.annotation) is typing.Literal:
             yield f"{above}{name}", [*typing.get_args(field.annotation)]
+        elif field.annotation is StepOptions:
+            for option in dataclasses.fields(StepOptions):
+                checked = option.metadata["checked"]
+                if isinstance(checked, OneOf) and option.name in ENGINE_KEYS:
+                    yield f"{above}{name}.{option.name}", [*checked.known]
         elif hasattr(field.annotation, "model_fields"):
             yield from _choices(field.annotation, f"{above}{name}.")

@@ -42,7 +42,7 @@ def describe_class(cls: type) -> dict[str, Any]:
     if fields:
         found["fields"] = {field.name: f"{field.type}{_default_of(field)}" for field in fields}
     elif _is_ours(cls.__init__):
-        found["constructor"] = signature(cls.__init__)
+        found["constructor"] = signature(cls)
     known = {*members, *(field.name for field in fields)}
     found["attributes"] = sorted(set(_documented_attributes(cls)) - known)
     found["members"] = dict(sorted(members.items()))

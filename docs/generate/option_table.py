@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import importlib
+from mtaccum.engine.options import SCHEDULES, compatibility
+from mtaccum.parallel import KINDS
 
-_MODULE, _FUNCTION = "mtaccum.engine.options", "table"
-_MISSING = "This version of the engine doesn't list what goes together; what doesn't is refused by name."
+_SINGLE = "none"
 
 
 def option_table() -> str:
-    """What ``mtaccum.engine.options.table()`` returns, as Markdown; a sentence where there is no such table.
+    """For each option under which schedule, and on which ranks, it works; and why not, where it doesn't."""
+    found = {(name, schedule, kind): reason for name, schedule, kind, reason in compatibility(KINDS)}
+    names = list(dict.fromkeys(name for name, _, _ in found))
+    several = [kind for kind in KINDS if kind != _SINGLE]
+    rows = [
+        [
+            f"`{name}`",
+            *(_cell(found[name, schedule, _SINGLE]) for schedule in SCHEDULES),
+            *(_cell(found[name, "split", kind]) for kind in several),
+        ]
+        for name in names
+    ]
+    head = [
+        "option",
+        *(f"`{schedule}`" for schedule in SCHEDULES),
+        *(f"`parallel={kind}`" for kind in several),
+    ]
+    reasons = dict.fromkeys(reason for reason in found.values() if reason is not None)
+    listed = "\n".join(f"- {reason}" for reason in reasons)
+    table = markdown([head, ["---"] * len(head), *rows])
+    return f"{table}\n\nWhat is refused, and with which words:\n\n{listed}"
 
-    It returns the heads of the columns and the rows, both as plain text.
-    """
-    try:
-        module = importlib.import_module(_MODULE)
-    except ModuleNotFoundError:
-        return _MISSING
-    if (table := getattr(module, _FUNCTION, None)) is None:
-        return _MISSING
-    head, rows = table()
-    return markdown([list(head), ["---"] * len(head), *(list(row) for row in rows)])
+
+def _cell(reason: str | None) -> str:
+    return "works" if reason is None else "refused"
 
 
 def markdown(lines: list[list[str]]) -> str:

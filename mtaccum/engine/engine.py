@@ -16,7 +16,7 @@ from mtaccum.engine.gradients import drop_gradients, gradients_set_aside
 from mtaccum.engine.label_counts import LabelCounts
 from mtaccum.engine.nonfinite import BAD_HOOK, SkippedSteps, all_finite, describe_gradients
 from mtaccum.engine.norms import synchronise_norms
-from mtaccum.engine.options import StepOptions
+from mtaccum.engine.options import StepOptions, takes_step_options
 from mtaccum.engine.precision import Precision, new_scaler
 from mtaccum.engine.result import StepResult
 from mtaccum.engine.run import WindowRun
@@ -28,6 +28,7 @@ from mtaccum.parallel import Ranks, ranks_for
 from mtaccum.state import Snapshot
 
 
+@takes_step_options
 class Engine:
     """Turns windows of micro-batches into optimizer steps, one graph at a time.
 

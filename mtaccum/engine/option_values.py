@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mtaccum.errors import ConfigError, unknown_name
@@ -22,15 +23,20 @@ class FrozenDict(dict[str, Any]):
         return FrozenDict, (dict(self),)
 
 
-def one_of(known: Collection[str]) -> Callable[[str, Any], str]:
-    """A name among some."""
+@dataclass(frozen=True)
+class OneOf:
+    """A name among some.
 
-    def checked(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in known:
-            raise ConfigError(unknown_name(name, value, known))
+    Attributes:
+        known: all there are.
+    """
+
+    known: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.known:
+            raise ConfigError(unknown_name(name, value, self.known))
         return value
-
-    return checked
 
 
 def positive_or_none(name: str, value: Any) -> Any:

@@ -6,23 +6,26 @@ A new lever is one field here, one check (of its own value beside the field, of 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from mtaccum.engine.option_values import (
     FrozenDict,
+    OneOf,
     at_least_one,
     chunk_numbers,
     compile_options,
     head_groups,
     module_names,
-    one_of,
     positive_or_none,
     true_or_false,
 )
 from mtaccum.errors import ConfigError, unknown_name
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 SCHEDULES = ("summed", "sequential", "split")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -70,18 +73,18 @@ class StepOptions:
         ConfigError: a value that isn't valid, or options that don't go together.
     """
 
-    schedule: str = option("split", one_of(SCHEDULES))
+    schedule: str = option("split", OneOf(SCHEDULES))
     max_grad_norm: float | None = option(None, positive_or_none)
-    precision: str = option("fp32", one_of(PRECISIONS))
-    on_nonfinite: str = option("raise", one_of(REACTIONS))
+    precision: str = option("fp32", OneOf(PRECISIONS))
+    on_nonfinite: str = option("raise", OneOf(REACTIONS))
     max_skipped: int = option(20, at_least_one)
-    batchnorm: str = option("keep", one_of(BATCHNORM))
+    batchnorm: str = option("keep", OneOf(BATCHNORM))
     recompute: tuple[str, ...] = option((), module_names)
     compile: bool | Mapping[str, Any] = option(False, compile_options)
     head_groups: tuple[tuple[str, ...], ...] = option((), head_groups)
     chunks: Mapping[str, int] = option(FrozenDict(), chunk_numbers)
     offload: bool = option(False, true_or_false)
-    comm_hook: str = option("none", one_of(COMM_HOOKS))
+    comm_hook: str = option("none", OneOf(COMM_HOOKS))
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -124,6 +127,19 @@ class StepOptions:
         tasks = list(tasks)
         members = ([other for other in tasks if other in self.head_group_of(name)] for name in tasks)
         return list(dict.fromkeys(chain.from_iterable(members)))
+
+
+def takes_step_options(target: C) -> C:
+    """Show the ``**step_options`` of a function or class as the options that they stand for."""
+    signature = inspect.signature(target)
+    given = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    given += [
+        inspect.Parameter(option.name, keyword, default=option.default, annotation=option.type)
+        for option in fields(StepOptions)
+    ]
+    setattr(target, "__signature__", signature.replace(parameters=given))  # noqa: B010 (of any callable)
+    return target
 
 
 def plain(value: Any) -> Any:

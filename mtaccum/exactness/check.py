@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from mtaccum.batch import batch_size_of, take_samples
 from mtaccum.engine import StepOptions
 from mtaccum.engine.checks import check_model, check_optimizer
+from mtaccum.engine.options import takes_step_options
 from mtaccum.engine.window_counts import check_window
 from mtaccum.errors import BatchError, ConfigError, OptimizerError
 from mtaccum.exactness.counts import check_counts, not_additive
@@ -24,6 +25,7 @@ from mtaccum.state import RandomState
 _COMPARED = ("schedule", "recompute", "batchnorm", "head_groups", "chunks")
 
 
+@takes_step_options
 def check_exactness(
     model: MultiTaskModel,
     window: Sequence[Any],

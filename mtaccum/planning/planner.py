@@ -12,6 +12,7 @@ import torch
 
 from mtaccum.batch import batch_size_of
 from mtaccum.engine import SCHEDULES, StepOptions
+from mtaccum.engine.options import takes_step_options
 from mtaccum.errors import BatchError, BudgetError, ConfigError, MtaccumError, PredictionError, listed
 from mtaccum.memory import FakeTraining, Prediction
 from mtaccum.memory.predict import BuildModel, BuildOptimizer
@@ -53,6 +54,7 @@ class _Promise(NamedTuple):
     heads: Heads
 
 
+@takes_step_options
 def find_plan(
     build_model: BuildModel,
     batch: Any,
