@@ -91,7 +91,7 @@ def test_what_of_a_class_is_public() -> None:
         __module__ = "mtaccum.own"
         limit, table = 3, {}
 
-        def __init__(self, head: int, *, each=len) -> None:
+        def __init__(head: int, *, each=len) -> None:
             """Not called."""
 
         @property
@@ -109,7 +109,7 @@ def test_what_of_a_class_is_public() -> None:
     found = public_names.describe(Own)
 
     assert found["bases"] == ["Task"]
-    assert found["constructor"] == "(self, head: int, *, each=len) -> None"
+    assert found["constructor"] == "(head: int, *, each=len) -> None"
     assert found["attributes"] == ["far", "more"]
     inherited = public_names.describe(mtaccum.Task)["members"]
     own = {"limit": "= 3", "near": "property -> float", "of": "classmethod (cls, x: int) -> Own"}
