@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from mtaccum.errors import ConfigError, OptimizerError, listed, warn
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel import wrapper_of
+from mtaccum.torch_internals import has_whole_gradient_hooks
 
 
 def check_nothing_for_step(**given: Any) -> None:
@@ -83,7 +84,7 @@ def _learning(model: MultiTaskModel) -> dict[int, str]:
 def check_hooks(model: MultiTaskModel) -> None:
     """Refuse parameters with a hook that wants the whole gradient, which here comes in several pieces."""
     for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_whole_gradient_hooks(parameter):
             raise OptimizerError(
                 f"{name} has a post-accumulate-grad hook (an optimizer step in the backward, say). It would "
                 f"run for each task and micro-batch. Use on_gradients, or step the optimizer as usual."

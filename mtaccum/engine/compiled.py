@@ -11,11 +11,12 @@ from torch import nn
 
 from mtaccum.engine.lever import Lever
 from mtaccum.engine.options import StepOptions
-from mtaccum.engine.recompute import children_of, replaced
+from mtaccum.engine.recompute import replaced
 from mtaccum.engine.segments import Segment, find_segments
 from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
+from mtaccum.torch_internals import children_of
 
 
 class Compiled(Lever):
@@ -42,11 +43,13 @@ class Compiled(Lever):
     def running(self, counts: WindowCounts) -> Iterator[None]:
         with ExitStack() as stack:
             if self._forwards:
+                from mtaccum.torch_internals import compile_settings  # takes seconds to import
+
                 # PyTorch counts the graphs of a piece of code, and gives up after eight: heads of one class
                 # share theirs, and the momentum of running statistics differs with the passes of a window
-                limit = max(torch._dynamo.config.recompile_limit, 64 * len(self._forwards))
+                limit = max(compile_settings.recompile_limit, 64 * len(self._forwards))
                 stack.enter_context(
-                    torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
+                    compile_settings.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
                 )
             for module, forward in self._forwards:
                 stack.enter_context(replaced(module, "forward", forward))

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from mtaccum.engine.lever import Lever
 from mtaccum.engine.options import StepOptions
@@ -18,6 +17,7 @@ from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.errors import ConfigError, listed, warn
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel import in_process_group
+from mtaccum.torch_internals import BatchNorm, RunningNorm
 
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -28,7 +28,7 @@ def check_norms(model: MultiTaskModel, policy: str) -> None:
     Raises:
         ConfigError: names the layers.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BatchNorm)}
     bare = [name for name, layer in layers.items() if layer.running_mean is None]
     if policy == "freeze" and bare:
         raise ConfigError(
@@ -60,7 +60,7 @@ def batch_normalised(module: nn.Module, prefix: str = "") -> list[str]:
     return [
         name
         for name, layer in module.named_modules(prefix=prefix)
-        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+        if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
     ]
 
 
@@ -94,7 +94,7 @@ def normalising(model: MultiTaskModel, policy: str, passes: Mapping[str, int]) -
 
 
 def _frozen(model: MultiTaskModel) -> dict[nn.Module, bool]:
-    return {layer: False for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.training}
+    return {layer: False for layer in model.modules() if isinstance(layer, BatchNorm) and layer.training}
 
 
 def _corrected(model: MultiTaskModel, passes: Mapping[str, int]) -> dict[nn.Module, float]:
@@ -109,7 +109,7 @@ def _corrected(model: MultiTaskModel, passes: Mapping[str, int]) -> dict[nn.Modu
     for name, number in passes.items():
         if number and not model.is_frozen(name):
             for layer in model.node(name).modules():
-                if isinstance(layer, _NormBase) and layer.momentum and layer.running_mean is not None:
+                if isinstance(layer, RunningNorm) and layer.momentum and layer.running_mean is not None:
                     runs.setdefault(layer, []).append(number)
     return {
         layer: 1 - (1 - float(layer.momentum)) ** (len(numbers) / sum(numbers))  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from mtaccum.errors import InplaceError, MtaccumError, TaskError, warn
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.state import Replay
 from mtaccum.structure import map_tensors, tensors_of
+from mtaccum.torch_internals import CALL, call_of, children_of, version_of
 
 Forward = Callable[..., Any]
 
@@ -99,7 +100,7 @@ class SegmentRuns:
     def begins(self, name: str, tensors: Sequence[Tensor]) -> _Run:
         """A segment begins to run, for the first time or, in a backward, once more."""
         self.ran.add(name)
-        run = _Run(name, [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()])
+        run = _Run(name, [(tensor, version_of(tensor)) for tensor in tensors])
         if not self._repeats:
             self._runs.append(run)
         return run
@@ -157,7 +158,7 @@ class _Run:
 
     @property
     def wrote(self) -> bool:
-        return any(tensor._version != version for tensor, version in self.inputs)
+        return any(version_of(tensor) != version for tensor, version in self.inputs)
 
 
 def _message(name: str, what: str) -> str:
@@ -209,8 +210,8 @@ class Recompute(Lever):
                 stack.enter_context(replaced(segments[0].module, "forward", self._sequence(segments)))
             for segment in self._segments:
                 if segment.children is None:
-                    call = recomputed(_call_of(segment.module), segment.module, segment.name, self._runs)
-                    stack.enter_context(replaced(segment.module, _CALL, call))
+                    call = recomputed(call_of(segment.module), segment.module, segment.name, self._runs)
+                    stack.enter_context(replaced(segment.module, CALL, call))
             yield
 
     def ran(self, counts: WindowCounts) -> None:
@@ -245,21 +246,6 @@ class Recompute(Lever):
             return features
 
         return forward
-
-
-# What a module's call runs if it is set, by ``Module.compile`` for instance: hooks, then forward. The hooks
-# have to be inside: weight and spectral norm in their older form are hooks that make the weight.
-_CALL = "_compiled_call_impl"
-
-
-def _call_of(module: nn.Module) -> Forward:
-    call: Forward = getattr(module, _CALL, None) or module._call_impl
-    return call
-
-
-def children_of(module: nn.Module) -> list[nn.Module]:
-    """The children of a Sequential in the order in which they run, one that stands twice twice."""
-    return [child for child in module._modules.values() if child is not None]
 
 
 @contextmanager

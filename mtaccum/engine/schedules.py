@@ -20,6 +20,7 @@ from mtaccum.errors import InplaceError, TaskError, first_line
 from mtaccum.observe import BACKWARD, FORWARD, announce_cut, stage
 from mtaccum.state import Replay
 from mtaccum.structure import tensors_of
+from mtaccum.torch_internals import version_of
 
 Features = Mapping[str, Any]
 Backward = Callable[[Tensor], object]
@@ -194,7 +195,7 @@ def _run(node: Node, above: Features) -> Any:
 
 def _condition(tensor: Tensor) -> tuple[int, bool, torch.Size]:
     """What an operation in place changes: PyTorch counts these, and some only change what the tensor says."""
-    return (0 if tensor.is_inference() else tensor._version), tensor.requires_grad, tensor.shape
+    return version_of(tensor), tensor.requires_grad, tensor.shape
 
 
 def _inplace_message(node: Node) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mtaccum.batch import to_device
 from mtaccum.model import MultiTaskModel
 from mtaccum.structure import map_tensors
+from mtaccum.torch_internals import buffers_of, parameters_of
 
 _WIDE = {
     torch.float16: torch.float64,
@@ -45,10 +46,10 @@ def copy_of(model: MultiTaskModel, device: torch.device, *, double: bool) -> Mul
         return moved[id(tensor)][1]
 
     for module in copied.modules():
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None:
                 parameter.data = move(parameter)
-        for places in (module._buffers, vars(module)):
+        for places in (buffers_of(module), vars(module)):
             for name, value in places.items():
                 if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                     places[name] = move(value)

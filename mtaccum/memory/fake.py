@@ -13,12 +13,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from mtaccum.errors import PredictionError, first_line
 from mtaccum.state import random_state_kept
 from mtaccum.structure import map_tensors, tensors_of
+from mtaccum.torch_internals import FakeTensorMode, address_of, buffers_of, parameters_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -53,11 +53,11 @@ class Faking:
                 f"mtaccum.memory.measure_step."
             )
         real = tensor.untyped_storage()
-        if real._cdata not in self._made:
+        if address_of(real) not in self._made:
             made = torch.empty(real.nbytes(), dtype=torch.uint8).untyped_storage()
-            self._made[real._cdata] = real, made
+            self._made[address_of(real)] = real, made
         fake = torch.empty(0, dtype=tensor.dtype)
-        _, storage = self._made[real._cdata]
+        _, storage = self._made[address_of(real)]
         fake.set_(storage, int(tensor.storage_offset()), tensor.size(), tensor.stride())
         return fake.requires_grad_(tensor.requires_grad)
 
@@ -83,7 +83,7 @@ def make_fake(model: M, mode: FakeTensorMode) -> M:
     in_place = all(tensor.is_meta for tensor in held)
     with mode:
         for module in model.modules():
-            for places in (module._parameters, module._buffers, vars(module)):
+            for places in (parameters_of(module), buffers_of(module), vars(module)):
                 for name, value in places.items():
                     if name not in _OWN and tensors_of(value, strict=False):
                         faked = map_tensors(value, fake, strict=False)

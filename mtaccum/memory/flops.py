@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from mtaccum.torch_internals import flop_registry, sdpa_backward_flops, sdpa_flops
 
 _FORMULAS: dict[Any, Callable[..., int]] = flop_registry
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_flops(query.shape, key.shape, value.shape))
 
 
 def _attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> int:
     shapes = gradient.shape, query.shape, key.shape, value.shape
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flops(*shapes))
 
 
 # attention on the CPU, which PyTorch's registry leaves out

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mtaccum.parallel import to_local
+from mtaccum.torch_internals import address_of, is_wrapper
 
 PARAMETERS, GRADIENTS, OPTIMIZER, INPUTS, FEATURES, ACTIVATIONS, TEMPORARIES = range(7)
 
@@ -73,7 +73,7 @@ class Ledger:
         if self.refresh(storage):
             return
         ref = StorageRef(storage, self._drop)
-        ref.key, ref.nbytes, ref.kind, ref.note = storage._cdata, storage.nbytes(), kind, None
+        ref.key, ref.nbytes, ref.kind, ref.note = address_of(storage), storage.nbytes(), kind, None
         # A storage of no bytes is entered too: it may be an ``out=`` argument, yet to grow.
         self.refs[ref.key] = ref
         self.current += ref.nbytes
@@ -81,7 +81,7 @@ class Ledger:
 
     def refresh(self, storage: torch.UntypedStorage) -> bool:
         """Follows a resize of ``storage``; returns whether it is counted at all."""
-        if (ref := self.refs.get(storage._cdata)) is None:
+        if (ref := self.refs.get(address_of(storage))) is None:
             return False
         # No call within the update of a sum: garbage collected there could cause a drop, and
         # its subtraction would be lost.
@@ -94,7 +94,7 @@ class Ledger:
     def label(self, storage: torch.UntypedStorage, kind: int) -> None:
         """Makes a counted storage one of ``kind``, if its own kind is a weaker one (later in ``KINDS``; the
         optimizer's state stands among the inputs before it is labelled)."""
-        if (ref := self.refs.get(storage._cdata)) is not None and kind < ref.kind:
+        if (ref := self.refs.get(address_of(storage))) is not None and kind < ref.kind:
             nbytes = ref.nbytes
             self.by_kind[ref.kind] -= nbytes
             self.by_kind[kind] += nbytes
@@ -139,7 +139,7 @@ def _collect(value: object, device_type: str, found: list[torch.UntypedStorage])
 
 def _own_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     tensor = to_local(tensor)  # of a DTensor this rank's shard
-    wrapper = bool(is_traceable_wrapper_subclass(tensor))
+    wrapper = bool(is_wrapper(tensor))
     if tensor.layout == torch.strided and not wrapper:
         return [tensor.untyped_storage()]
     if tensor.layout == torch.sparse_coo:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import AdamW, Optimizer
 
 from mtaccum.batch import batch_size_of, split_batch, take_micro_batch
@@ -29,6 +28,7 @@ from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.state import random_state_kept
 from mtaccum.structure import map_tensors, tensors_of
+from mtaccum.torch_internals import FakeTensorMode
 
 BuildModel = Callable[[], MultiTaskModel]
 BuildOptimizer = Callable[[MultiTaskModel], Optimizer]

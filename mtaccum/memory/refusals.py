@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +17,12 @@ from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, 
 from mtaccum.model import MultiTaskModel
 from mtaccum.observe import any_module_entered
 from mtaccum.structure import describe, tensors_of
+from mtaccum.torch_internals import (
+    DataDependentOutput,
+    DynamicOutputShape,
+    UnsupportedOperator,
+    is_lazy,
+)
 
 _KEPT = "their kernels keep what isn't seen"
 _BUILD_OPTIMIZER = "such as lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
@@ -156,7 +156,7 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
 
 
 _SAID = ("FakeTensor", "fake tensor", "Fake mode", "tensor subclasses", "shape_env")
-_NEEDS_VALUES = DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+_NEEDS_VALUES = DataDependentOutput, DynamicOutputShape, UnsupportedOperator
 
 
 def _needs_values(error: BaseException | None) -> str | None:

@@ -19,6 +19,7 @@ from mtaccum.memory.ledger import (
     storages_of,
 )
 from mtaccum.observe import OperationObserver
+from mtaccum.torch_internals import address_of, graph_task
 
 Existing = Iterable[Tensor | nn.Module]
 
@@ -45,7 +46,7 @@ class Moment(NamedTuple):
     by_kind: tuple[int, ...]
 
 
-class LiveBytes(OperationObserver):
+class LiveBytes(OperationObserver):  # type: ignore[no-untyped-call]
     """Follows the bytes of live tensor storages on one type of device while it is entered.
 
     A storage counts from the op that returns it first until its last reference goes, whoever
@@ -164,8 +165,8 @@ class LiveBytes(OperationObserver):
         ledger = self.ledger
         # An input that is not counted was there before the block: it stays uncounted, also when
         # the op returns it again (a view, or an in-place op).
-        foreign = {s._cdata for s in inputs if not ledger.refresh(s) and func is not _LIFT}
-        outputs = [s for s in storages_of(result, self._device_type) if s._cdata not in foreign]
+        foreign = {address_of(s) for s in inputs if not ledger.refresh(s) and func is not _LIFT}
+        outputs = [s for s in storages_of(result, self._device_type) if address_of(s) not in foreign]
         if outputs:
             kind = self._kind_of_new(func, inputs)
             for storage in outputs:
@@ -183,7 +184,7 @@ class LiveBytes(OperationObserver):
 
     def _kind_of_new(self, func: Any, inputs: list[torch.UntypedStorage]) -> int:
         # graph mode within a backward: a recomputed segment runs again, and keeps what it makes for a while
-        if torch._C._current_graph_task_id() != -1:
+        if graph_task() != -1:
             return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARIES
         if func is _COPY and not inputs and not self.stage:
             return INPUTS  # a micro-batch on its way to the device

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from mtaccum.torch_internals import timeout_of
 
 T = TypeVar("T")
 
@@ -148,7 +149,7 @@ def current_ranks() -> Collectives:
     group = dist.group.WORLD
     if not _found or _found[0].world is not group:
         # a group of its own, so that these agreements never stand in line behind gradients
-        host = dist.new_group(backend="gloo", timeout=_timeout_of(group))
+        host = dist.new_group(backend="gloo", timeout=timeout_of(group))
         _found[:] = [_Groups(group, host, Collectives(dist.get_rank(), dist.get_world_size()))]
     return _found[0].ranks
 
@@ -157,13 +158,6 @@ def forget_groups() -> None:
     """Hold no process group any longer. Gloo's threads end with their group; one that still lets go of a
     tensor when Python ends would end the process by SIGABRT."""
     _found.clear()
-
-
-def _timeout_of(group: Any) -> timedelta | None:
-    """How long a rank waits for the others in a group. A further group would wait half an hour."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    waits = [b.options._timeout for b in backends if hasattr(b, "options")]
-    return max(waits, default=None)
 
 
 def in_step(windows: Iterable[list[T]], ranks: Collectives | None = None) -> Iterator[list[T]]:

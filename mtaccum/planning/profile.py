@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from mtaccum.engine.recompute import children_of
+from mtaccum.torch_internals import children_of
 
 
 @dataclass

@@ -14,6 +14,7 @@ from mtaccum.memory.ledger import ACTIVATIONS, FEATURES, PARAMETERS, TEMPORARIES
 from mtaccum.memory.predict import FakeTraining, FlopTracker, Prediction
 from mtaccum.observe import FORWARD, observed
 from mtaccum.planning.profile import Chain, Made, find_candidates
+from mtaccum.torch_internals import address_of, graph_node_number, running_graph_node, sequence_number
 
 
 @dataclass(frozen=True)
@@ -132,22 +133,22 @@ class StepWatcher(FlopTracker):  # type: ignore[no-untyped-call]
         return self.chains[node]
 
     def _next_position(self, chain: Chain) -> int:
-        self._numbers[chain.node].append(torch._C._autograd._get_sequence_nr())
+        self._numbers[chain.node].append(sequence_number())
         return chain.add_position()
 
     def _position_in_backward(self, node: str) -> int:
         """The forward position whose graph node is running; the last one known where that has none, as
         where a gradient is added to a parameter's."""
-        current = torch._C._current_autograd_node()
+        current = running_graph_node()
         numbers = self._numbers[node]
-        if current is not None and numbers[0] <= current._sequence_nr() < 2**62:
-            place = bisect_right(numbers, current._sequence_nr()) - 1
+        if current is not None and numbers[0] <= graph_node_number(current) < 2**62:
+            place = bisect_right(numbers, graph_node_number(current)) - 1
             if place <= self._in_backward_of[1]:
                 self._in_backward_of = (node, place)
         return self._in_backward_of[1]
 
     def _note(self, storage: torch.UntypedStorage) -> Made | None:
-        ref = self.ledger.refs.get(storage._cdata)
+        ref = self.ledger.refs.get(address_of(storage))
         return None if ref is None else ref.note
 
     def _note_storages(
@@ -158,13 +159,13 @@ class StepWatcher(FlopTracker):  # type: ignore[no-untyped-call]
                 made.uses.append(at)
         for tensor in _written(func, args, kwargs):
             for storage in storages_of(tensor):
-                ref = self.ledger.refs.get(storage._cdata)
+                ref = self.ledger.refs.get(address_of(storage))
                 if ref is not None and ref.note is not None:
                     chain.writes.append((ref.note, at))
                 elif ref is not None and ref.kind == PARAMETERS:
                     chain.changes |= tensor.is_floating_point()
         for storage in storages_of(result):
-            ref = self.ledger.refs.get(storage._cdata)
+            ref = self.ledger.refs.get(address_of(storage))
             if ref is not None and ref.note is None and ref.kind == TEMPORARIES:
                 ref.note = Made(at, ref.nbytes)
                 chain.made.append(ref.note)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mtaccum.state.random import random_state_kept
+from mtaccum.torch_internals import buffers_of
 
 Buffers = dict[str, Tensor | None]
 Copies = dict[int, tuple[Tensor, Tensor]]  # by the original's id: the original, and its copy
@@ -39,20 +40,20 @@ def copied_buffers(
 def swapped_buffers(values: Iterable[tuple[nn.Module, Buffers]]) -> Iterator[None]:
     """Let modules work on the given buffers; afterwards their own are back, untouched."""
     values = list(values)
-    own = [(module, dict(module._buffers)) for module, _ in values]
+    own = [(module, dict(buffers_of(module))) for module, _ in values]
     try:
         for module, buffers in values:
-            module._buffers.update(buffers)
+            buffers_of(module).update(buffers)
         yield
     finally:
         for module, buffers in own:
-            module._buffers.update(buffers)
+            buffers_of(module).update(buffers)
 
 
 @contextmanager
 def keeping_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let these modules, not those inside of them, work on copies of their buffers."""
-    with swapped_buffers(copied_buffers((module, module._buffers) for module in modules)):
+    with swapped_buffers(copied_buffers((module, buffers_of(module)) for module in modules)):
         yield
 
 
@@ -61,7 +62,7 @@ def not_learning(module: nn.Module) -> Iterator[None]:
     """Let a module pass gradients on without learning: no gradient for its parameters, and its buffers
     (running statistics) stay as they are. Only forwards run inside are concerned, so a parameter that
     another module shares still learns from that one."""
-    copies = copied_buffers((part, part._buffers) for part in module.modules())
+    copies = copied_buffers((part, buffers_of(part)) for part in module.modules())
     with without_gradient(module.parameters()), swapped_buffers(copies):
         yield
 

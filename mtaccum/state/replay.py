@@ -15,6 +15,7 @@ from torch import nn
 from mtaccum.observe import any_module_entered
 from mtaccum.state.buffers import Buffers, Copies, copied_buffers, swapped_buffers, without_gradient
 from mtaccum.state.random import RandomState
+from mtaccum.torch_internals import buffers_of, parameters_of
 
 
 class Replay:
@@ -64,6 +65,6 @@ class Replay:
 
     def _remember(self, module: nn.Module) -> None:
         new = [part for part in module.modules() if id(part) not in self._buffers]
-        for part, buffers in copied_buffers([(part, part._buffers) for part in new], self._copies):
+        for part, buffers in copied_buffers([(part, buffers_of(part)) for part in new], self._copies):
             self._buffers[id(part)] = (part, buffers)
-            self._frozen += [p for p in part._parameters.values() if p is not None and not p.requires_grad]
+            self._frozen += [p for p in parameters_of(part).values() if p is not None and not p.requires_grad]

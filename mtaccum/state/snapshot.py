@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mtaccum.state.random import RandomState
+from mtaccum.torch_internals import buffers_of
 
 # those that can be joined and taken apart again
 _PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool}
@@ -24,8 +25,8 @@ class Snapshot:
     def __init__(self, model: nn.Module, without: Collection[nn.Module] = ()) -> None:
         self._random = RandomState()
         spared = set(without)
-        modules = (module for module in model.modules() if module._buffers and module not in spared)
-        self._own = [(module, dict(module._buffers)) for module in modules]
+        modules = (module for module in model.modules() if buffers_of(module) and module not in spared)
+        self._own = [(module, dict(buffers_of(module))) for module in modules]
         buffers = [buffer for _, own in self._own for buffer in own.values() if buffer is not None]
         self._copies = _copied(list({id(buffer): buffer for buffer in buffers}.values()))
 
@@ -37,7 +38,7 @@ class Snapshot:
     def restore_buffers(self) -> None:
         """Give all buffers the values that they had."""
         for module, own in self._own:
-            module._buffers.update(own)
+            buffers_of(module).update(own)
         with torch.no_grad():
             for buffers, joined in self._copies:
                 if len(buffers) == 1:

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "mtaccum"
 COMMANDS = ("train", "verify", "plan")
 PARTS = (
     "errors",
+    "torch_internals",
     "structure",
     "batch",
     "model",

@@ -91,7 +91,7 @@ def test_what_of_a_class_is_public() -> None:
         __module__ = "mtaccum.own"
         limit, table = 3, {}
 
-        def __init__(head: int, *, each=len) -> None:
+        def __init__(self, head: int, *, each=len) -> None:
             """Not called."""
 
         @property
