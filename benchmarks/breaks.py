@@ -21,6 +21,7 @@ from pathlib import Path
 
 from breaks_order import Reach, follow, rounds, starts_processes, test_files
 from breaks_places import Break, Place, applied, draw, find, in_other_words, translated
+from breaks_plugin import function_of
 from breaks_runs import Copy, warm
 
 _LIMIT_S = 90.0  # of tests that pass on a broken package; then it counts as not noticed
@@ -52,26 +53,27 @@ class Session:
 
     def noticed(self, made: Break, path: Path, place: Place) -> Break:
         """A break with the first test that fails on it."""
-        ordered = rounds(self.reach, self.folder, path, place)
         broken = applied(path.read_text(encoding="utf-8"), place, made.broken_statement)
-        limit_s, tried = self.limit_s, set()
-        for tests in ordered:
-            started = time.monotonic()
+        tried: set[str] = set()
+        for tests in rounds(self.reach, self.folder, path, place, self.limit_s):
             files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
             with self.copy.written(path, broken):
-                ended = self.copy.run(files, tests, limit_s)
+                ended = self.copy.run(files, list(tests), tests)
             # ranks also fail where a busy machine lets them wait too long
             by = ended.failed
             if by is not None and (not starts_processes(by) or by in self.passing([by])):
                 return replace(made, noticed_by=by, tried=[])
             tried |= {test.partition("::")[0] for test in ended.passed}
-            limit_s -= time.monotonic() - started
         return replace(made, noticed_by=None, tried=sorted(tried))
 
     def passing(self, tests: Collection[str]) -> set[str]:
-        """Those of some tests that pass on the intact package."""
+        """Those of some tests that pass on the intact package; where its case is gone, a test with all cases."""
+        if not tests:
+            return set()
         files = sorted({test.partition("::")[0] for test in tests})
-        return set(self.copy.run(files, sorted(tests), stop=False).passed) if files else set()
+        ended = self.copy.run(files, sorted(tests), stop=False)
+        some = {function_of(test) for test in ended.passed} - {function_of(test) for test in ended.failing}
+        return {test for test in tests if test in ended.passed or function_of(test) in some}
 
     def failed(self, made: Break, path: Path, place: Place, test: str) -> str | None:
         """The test, if it fails on a break."""

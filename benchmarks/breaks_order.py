@@ -117,9 +117,10 @@ def _follow(copy: Copy, package: str, file: str) -> dict[str, object]:
         shutil.rmtree(folder)
 
 
-def rounds(reach: Reach, package: Path, path: Path, place: Place) -> list[list[str]]:
-    """Tests that may notice a break in a place, in order: a first round that most breaks don't survive, and
-    the rest. Quick ones come first, and of a test with many cases not all at once."""
+def rounds(reach: Reach, package: Path, path: Path, place: Place, limit_s: float) -> list[dict[str, float]]:
+    """Tests that may notice a break in a place, with the seconds they take, together at most ``limit_s``: a
+    first round that most breaks don't survive, and the rest. Quick ones come first, and of a test with many
+    cases not all at once."""
     tests = reach.at(package, running(package, path, place))
     if not tests:  # lines that run on import only, say
         inside = set(range(*place.body)) if place.body[1] else set(range(len(path.read_text().splitlines())))
@@ -135,15 +136,14 @@ def rounds(reach: Reach, package: Path, path: Path, place: Place) -> list[list[s
         name = function_of(test)
         costs[test] = (seconds[test] + 0.02) * (1 + cases[name]) + _PROCESSES_S * starts_processes(name)
         cases[name] += 1
-    first: list[str] = []
+    first: dict[str, float] = {}
+    rest: dict[str, float] = {}
     files: set[str] = set()
-    total_s = 0.0
-    ordered = sorted(costs, key=lambda test: (costs[test], test))
-    for test in ordered:
+    for test in sorted(costs, key=lambda test: (costs[test], test)):
         file = test.partition("::")[0]
-        if total_s < _FIRST_S and (file in files or len(files) < _FIRST_FILES):
-            first.append(test)
+        if sum(first.values()) < _FIRST_S and (file in files or len(files) < _FIRST_FILES):
+            first[test] = seconds[test]
             files.add(file)
-            total_s += seconds[test]
-    chosen = set(first)
-    return [each for each in (first, [test for test in ordered if test not in chosen]) if each]
+        elif sum(first.values()) + sum(rest.values()) + seconds[test] < limit_s:
+            rest[test] = seconds[test]
+    return [tests for tests in (first, rest) if tests]

@@ -16,19 +16,21 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from breaks_plugin import Chosen, Sample
 
 _LEFT_OUT = (".git", "__pycache__", ".*_cache", "results", "outputs", "multirun", ".hypothesis", "shared")
+_NOTES = "notes"
 _POLL_S = 0.02
-HANGS_S = 100.0  # a test that takes longer hangs; ranks give up by themselves before that
-_ENDS_S = 60.0  # importing and collecting before the first test, and ending after the last one
+_HANGS_S, _TIMES = 60.0, 10  # a test hangs that takes longer than this, and so many times what it is known to
+_UNKNOWN_S = 60.0  # what a test may take of which nothing is known
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Copy:
         self,
         files: Sequence[str],
         order: Sequence[str] | None = None,
-        limit_s: float = 1e9,
+        seconds: Mapping[str, float] | None = None,
         reach: dict[str, str] | None = None,
         stop: bool = True,
     ) -> Ended:
@@ -89,20 +91,21 @@ class Copy:
 
         Args:
             order: ids of the tests, in order; None: all.
-            limit_s: no further test begins after that.
+            seconds: that tests are known to take.
             reach: environment for a run of which is followed what tests come to.
             stop: at the first that fails.
         """
-        notes = self.root / "notes"
+        notes = self.root / _NOTES
         notes.write_text("")
-        temporary = self.root / "t"
+        self._made += 1
+        temporary = self.root / f"t{self._made}"
         temporary.mkdir()
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            self._be(files, order, limit_s, notes, reach, stop)
+            self._be(files, order, temporary, reach, stop)
         try:
-            _wait(pid, notes)
+            _wait(pid, notes, seconds or {})
         finally:
             _kill(pid)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -112,8 +115,7 @@ class Copy:
         self,
         files: Sequence[str],
         order: Sequence[str] | None,
-        limit_s: float,
-        notes: Path,
+        temporary: Path,
         reach: dict[str, str] | None,
         stop: bool,
     ) -> None:
@@ -128,7 +130,7 @@ class Copy:
             os.chdir(self.checkout)
             sys.path.insert(0, str(self.checkout))
             os.environ.update(PYTHONPATH=str(self.checkout), OMP_NUM_THREADS="1", MPLBACKEND="agg")
-            os.environ.update(TMPDIR=str(self.root / "t"), **(reach or {}))
+            os.environ.update(TMPDIR=str(temporary), **(reach or {}))
             tempfile.tempdir = None
             if reach is None:
                 sys.dont_write_bytecode = True
@@ -136,12 +138,12 @@ class Copy:
             _draw_the_same()
             arguments = [*files, "-q", "-n", "0", "-p", "no:cacheprovider", f"--rootdir={self.checkout}"]
             arguments += ["-x"] if stop else ["--continue-on-collection-errors"]
-            plugin = Chosen(order, limit_s, notes) if reach is None else Sample(notes)
+            plugin = Chosen(order, self.root / _NOTES) if reach is None else Sample(self.root / _NOTES)
             code = int(pytest.main(arguments, plugins=[plugin]))
         except BaseException:
             traceback.print_exc()
         finally:
-            with notes.open("a") as file:
+            with (self.root / _NOTES).open("a") as file:
                 print(json.dumps({"code": code}), file=file)
             os._exit(0)
 
@@ -156,18 +158,24 @@ def _draw_the_same() -> None:
         settings.load_profile("breaks")
 
 
-def _wait(pid: int, notes: Path) -> None:
+def _wait(pid: int, notes: Path, seconds: Mapping[str, float]) -> None:
     """Until a run has ended, or a test of it hangs."""
-    size, since, started = 0, time.monotonic(), False
+    size, since, patience_s = 0, time.monotonic(), _HANGS_S + _TIMES * _UNKNOWN_S
     while os.waitpid(pid, os.WNOHANG)[0] == 0:
         if (now := notes.stat().st_size) != size:
             size, since = now, time.monotonic()
-            started = True
-        elif time.monotonic() > since + (HANGS_S if started else HANGS_S + _ENDS_S):
+            running = [note["start"] for note in _read(notes) if "start" in note]
+            patience_s = _HANGS_S + _TIMES * seconds.get(running[-1] if running else "", _UNKNOWN_S)
+        elif time.monotonic() > since + patience_s:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return
         time.sleep(_POLL_S)
+
+
+def _read(notes: Path) -> list[dict[str, Any]]:
+    """All whole lines."""
+    return [json.loads(line) for line in notes.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _kill(pid: int) -> None:
@@ -180,7 +188,7 @@ def _kill(pid: int) -> None:
 
 def _ended(notes: Path) -> Ended:
     ended, running, asked, code = Ended(), None, 0, None
-    for note in map(json.loads, notes.read_text().splitlines()):
+    for note in _read(notes):
         running = note.get("start", running)
         asked = note.get("collected", asked)
         code = note.get("code", code)
@@ -207,7 +215,7 @@ def warm(checkout: Path, package: str, folders: Sequence[str]) -> None:
     """Import what pytest, the package and its tests import from elsewhere."""
     for plugin in entry_points(group="pytest11"):
         plugin.load()
-    names = set()
+    names = {"hypothesis"}  # its plugin imports it as late as in each run
     for folder in (package, *folders):
         for path in (checkout / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
