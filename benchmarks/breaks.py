@@ -67,7 +67,7 @@ class Session:
         return replace(made, noticed_by=None, tried=sorted(tried))
 
     def passing(self, tests: Collection[str]) -> set[str]:
-        """Those of some tests that pass on the intact package; where its case is gone, a test with all cases."""
+        """Those of some tests that pass on the intact package; with all cases, where its own is gone."""
         if not tests:
             return set()
         files = sorted({test.partition("::")[0] for test in tests})

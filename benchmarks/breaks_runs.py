@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -132,6 +133,7 @@ class Copy:
             os.environ.update(PYTHONPATH=str(self.checkout), OMP_NUM_THREADS="1", MPLBACKEND="agg")
             os.environ.update(TMPDIR=str(temporary), **(reach or {}))
             tempfile.tempdir = None
+            sys.modules["__main__"] = ModuleType("__main__")  # processes that tests start import it again
             if reach is None:
                 sys.dont_write_bytecode = True
                 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -143,9 +145,11 @@ class Copy:
         except BaseException:
             traceback.print_exc()
         finally:
-            with (self.root / _NOTES).open("a") as file:
-                print(json.dumps({"code": code}), file=file)
-            os._exit(0)
+            try:
+                with (self.root / _NOTES).open("a") as file:
+                    print(json.dumps({"code": code}), file=file)
+            finally:
+                os._exit(0)
 
 
 def _draw_the_same() -> None:
