@@ -11,7 +11,7 @@ from pool import Pool
 from ranked import KINDS, engine_of, full_parameters, made, raised
 from torch import Tensor, nn
 
-from mtaccum import Classification, Engine, MultiTaskModel, Regression, find_plan
+from mtaccum import Classification, Engine, MultiTaskModel, Regression, check_exactness, find_plan
 from mtaccum.parallel import SingleProcess, current_ranks
 
 
@@ -61,6 +61,18 @@ def test_an_engine_from_before_the_ranks_were_joined_is_refused(pool: Pool) -> N
     for refused, by_itself in pool.run(late, ranks=2):
         assert refused.startswith("ConfigError: the engine was made before the ranks were joined")
         assert by_itself == "nothing was raised"
+
+
+def checked() -> list[bool]:
+    rank, model = current_ranks().rank, plain_model()
+    found = [check_exactness(model, [plain_batch(3 + rank, seed=rank)], schedule="sequential").exact]
+    if rank == 0:  # nobody else takes part
+        found.append(check_exactness(model, [plain_batch(2)], schedule="sequential").exact)
+    return found
+
+
+def test_a_check_of_exactness_is_each_ranks_own_v6(pool: Pool) -> None:
+    assert pool.run(checked, ranks=2) == [[True, True], [True]]
 
 
 class Rotated(nn.Module):
