@@ -75,16 +75,20 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
         trainer.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if trainer.engine.scaler is not None and state["scaler"] is not None:
         trainer.engine.scaler.load_state_dict(state["scaler"])
-    # on more ranks than before the others go on with their seeds
-    if "rng" in state:  # of version 3, which has PyTorch's stream on the CPU alone
-        if trainer.ranks.rank < len(state["rng"]):
-            torch.set_rng_state(state["rng"][trainer.ranks.rank])
-    elif trainer.ranks.rank < len(state["random"]):
-        own = state["random"][trainer.ranks.rank]
-        RandomState.of_state_dict(own, _generators(trainer)).restore()
+    _restore_random_streams(trainer, state)
     for name in _PROGRESS:
         setattr(trainer, name, state["progress"][name])
     trainer.engine.steps = trainer.steps
+
+
+def _restore_random_streams(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Let this rank's streams go on; on more ranks than before the others go on with their seeds."""
+    rank = trainer.ranks.rank
+    if "rng" in state:  # of version 3, which has PyTorch's stream on the CPU alone
+        if rank < len(state["rng"]):
+            torch.set_rng_state(state["rng"][rank])
+    elif rank < len(state["random"]):
+        RandomState.of_state_dict(state["random"][rank], _generators(trainer)).restore()
 
 
 def _distributed(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
