@@ -15,7 +15,10 @@ import yaml
 from pydantic import BaseModel
 
 import mtaccum
-from mtaccum.config.schema import RunConfig
+from mtaccum.config.schema import ENGINE_KEYS, RunConfig
+from mtaccum.engine import StepOptions
+from mtaccum.engine import options as step_options
+from mtaccum.engine.options import EXAMPLES
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -42,7 +45,9 @@ def closed_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         annotation: Any = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if annotation is StepOptions:
+            found += [f"{path}.{key}" for key in ENGINE_KEYS]
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
             found += closed_keys(annotation, f"{path}.")
         else:
             found.append(path)
@@ -94,13 +99,39 @@ def test_a_name_that_no_generator_has_is_an_error(hooks: ModuleType) -> None:
         hooks.fill("<!-- generated: misspelt -->")
 
 
-def test_the_table_of_options_is_what_the_engine_says(
-    hooks: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = ModuleType("options")
-    module.table = lambda: (["option", "split"], [["chunks", "works | or not"]])  # type: ignore[attr-defined]
-    monkeypatch.setattr(importlib, "import_module", lambda _name: module)
-    table = hooks.GENERATORS["option-table"]()
+def test_what_a_step_option_takes_is_said_by_its_check(hooks: ModuleType) -> None:
+    rows = rows_of(hooks.fill((DOCS / "commands.md").read_text()))
+    for key in ENGINE_KEYS:
+        if key != "schedule":  # a choice of the group
+            assert rows[f"engine.{key}"][1], key
+    assert rows["engine.precision"][1] == "`fp32`, `bf16`, `fp16`"
+    assert rows["engine.offload"][1] == "true or false"
+    assert rows["engine.max_grad_norm"][1] == "a finite number above 0, or null"
+
+
+def test_the_table_of_options_is_what_the_engine_says(hooks: ModuleType) -> None:
+    text = hooks.GENERATORS["option-table"]()
+    rows = rows_of(text)
+    assert set(rows) == set(EXAMPLES)
+    # summed, sequential, split; ddp, fsdp
+    assert rows["recompute"] == ["works"] * 5
+    assert rows["head_groups"] == ["refused", "works", "works", "works", "works"]
+    assert rows["chunks"] == ["refused", "refused", "works", "works", "refused"]
+    assert "- compile doesn't go with parallel=fsdp" in text
+
+
+def test_a_further_conflict_is_in_the_table(hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_offload(options: StepOptions) -> str | None:
+        return "offload | never" if options.offload else None
+
+    monkeypatch.setattr(step_options, "CONFLICTS", [*step_options.CONFLICTS, no_offload])
+    text = hooks.GENERATORS["option-table"]()
+    assert rows_of(text)["offload"] == ["refused"] * 5
+    assert "- offload | never" in text
+
+
+def test_bars_in_cells_do_not_end_them(hooks: ModuleType) -> None:
+    table = hooks.option_table.markdown([["option", "split"], ["---", "---"], ["chunks", "works | or not"]])
     assert table == "| option | split |\n| --- | --- |\n| chunks | works \\| or not |"
 
 
