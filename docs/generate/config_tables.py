@@ -6,10 +6,11 @@ What an option of a task, trunk or data set means is in the docstring of the cla
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +20,9 @@ from option_table import markdown
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mtaccum.config.schema import RunConfig
+from mtaccum.config.schema import ENGINE_KEYS, RunConfig
+from mtaccum.engine import StepOptions
+from mtaccum.engine.option_values import OneOf
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = ("engine", "parallel", "optimizer", "lr_schedule", "data", "trunk", "tasks", "experiment")
@@ -85,6 +88,8 @@ def valid(path: str) -> str:
     section: Any = RunConfig
     info: FieldInfo | None = None
     for name in path.split("."):
+        if section is StepOptions:
+            return _checked(name)
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
             return ""
         named = {field.alias or key: field for key, field in section.model_fields.items()}
@@ -93,6 +98,20 @@ def valid(path: str) -> str:
             return ""
         section = info.annotation
     return "" if info is None else _words(info.annotation, info)
+
+
+def _checked(name: str) -> str:
+    """What the check of a step option takes: its names, or what its docstring says, in the words of YAML."""
+    checks = {option.name: option.metadata["checked"] for option in fields(StepOptions)}
+    if name not in ENGINE_KEYS:
+        return ""
+    check = checks[name]
+    if isinstance(check, OneOf):
+        return ", ".join(f"`{value}`" for value in check.known)
+    said = (inspect.getdoc(check) or "").splitlines()[0].rstrip(".").replace("``", "`")
+    for python, written in (("None", "null"), ("True", "true"), ("False", "false")):
+        said = re.sub(rf"\b{python}\b", written, said)
+    return said[:1].lower() + said[1:]
 
 
 def _words(annotation: Any, info: FieldInfo | None = None) -> str:

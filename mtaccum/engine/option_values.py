@@ -55,7 +55,7 @@ def at_least_one(name: str, value: Any) -> int:
 
 
 def true_or_false(name: str, value: Any) -> bool:
-    """Either of these."""
+    """True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}.")
     return value

@@ -106,6 +106,7 @@ SCHEDULES: dict[str, Callable[[Sequence[Node], Features, Backward], None]] = {
     "sequential": sequential,
     "split": split,
 }
+"""By name; each takes the roots, the inputs by ``ROOT``, and what runs the backward of a loss."""
 
 
 def paths(roots: Sequence[Node]) -> Iterator[tuple[Node, ...]]:

@@ -22,6 +22,7 @@ KINDS = (
     "activations",  # kept for a backward
     "temporaries",  # all others
 )
+"""What the memory of a step consists of."""
 
 
 class StorageRef(weakref.ref[torch.UntypedStorage]):

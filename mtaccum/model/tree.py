@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # tasks use the heads of this package; so this package only n
     from mtaccum.tasks.base import Task
 
 ROOT = "inputs"
+"""Under which name nodes that hang on no other find what the model is given."""
 TRUNK = "trunk"
+"""The name of the trunk's node."""
 
 Tree = dict[str, Any]  # nodes by name, each with the tree of its children
 InputsFrom = str | int | Sequence[str] | Callable[[Any], Any]

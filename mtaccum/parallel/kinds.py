@@ -12,6 +12,7 @@ from mtaccum.parallel.sharding import is_sharded
 from mtaccum.parallel.single import SingleProcess
 
 KINDS: dict[str, type[Ranks]] = {kind.kind: kind for kind in (SingleProcess, DDP, FSDP)}
+"""By the name that ``Engine(parallel=...)`` takes."""
 
 
 def ranks_for(model: MultiTaskModel, parallel: str | Ranks | None, comm_hook: str = "none") -> Ranks:

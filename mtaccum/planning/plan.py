@@ -72,7 +72,7 @@ class Plan:
         ]
 
     def describe(self) -> str:
-        """In a few words: ``split, K=4, recompute 3 parts``."""
+        """In a few words: ``split, K=4, recompute 3 segments``."""
         options = self.options
         words = [options.schedule]
         if number := len(options.recompute):

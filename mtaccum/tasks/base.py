@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 MODES = ("train", "frozen", "detached", "off")
+"""Who learns from a task: head and trunk, the trunk alone, the head alone, or nobody."""
 
 Loss = Tensor | Mapping[str, Tensor]
 

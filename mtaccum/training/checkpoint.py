@@ -21,7 +21,10 @@ from torch import Tensor
 from mtaccum.errors import ConfigError, first_line
 from mtaccum.parallel import Collectives, is_dtensor
 
-LAST, BEST = "last.pt", "best.pt"
+LAST = "last.pt"
+"""The state to go on from, in a run's folder."""
+BEST = "best.pt"
+"""The state that was best by the monitored measure."""
 VERSION, _READABLE = 4, (3, 4)
 _SINGLE = Collectives()
 _SHARDS = ".shards"  # how the name of a folder with shards ends

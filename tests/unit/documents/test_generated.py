@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,7 +16,11 @@ import yaml
 from pydantic import BaseModel
 
 import mtaccum
-from mtaccum.config.schema import RunConfig
+from mtaccum.config.schema import ENGINE_KEYS, RunConfig
+from mtaccum.engine import StepOptions
+from mtaccum.engine import options as step_options
+from mtaccum.engine.options import EXAMPLES
+from mtaccum.parallel import Ranks
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -42,7 +47,9 @@ def closed_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{field.alias or name}"
         annotation: Any = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if annotation is StepOptions:
+            found += [f"{path}.{key}" for key in ENGINE_KEYS]
+        elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
             found += closed_keys(annotation, f"{path}.")
         else:
             found.append(path)
@@ -94,13 +101,39 @@ def test_a_name_that_no_generator_has_is_an_error(hooks: ModuleType) -> None:
         hooks.fill("<!-- generated: misspelt -->")
 
 
-def test_the_table_of_options_is_what_the_engine_says(
-    hooks: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = ModuleType("options")
-    module.table = lambda: (["option", "split"], [["chunks", "works | or not"]])  # type: ignore[attr-defined]
-    monkeypatch.setattr(importlib, "import_module", lambda _name: module)
-    table = hooks.GENERATORS["option-table"]()
+def test_what_a_step_option_takes_is_said_by_its_check(hooks: ModuleType) -> None:
+    rows = rows_of(hooks.fill((DOCS / "commands.md").read_text()))
+    for key in ENGINE_KEYS:
+        if key != "schedule":  # a choice of the group
+            assert rows[f"engine.{key}"][1], key
+    assert rows["engine.precision"][1] == "`fp32`, `bf16`, `fp16`"
+    assert rows["engine.offload"][1] == "true or false"
+    assert rows["engine.max_grad_norm"][1] == "a finite number above 0, or null"
+
+
+def test_the_table_of_options_is_what_the_engine_says(hooks: ModuleType) -> None:
+    text = hooks.GENERATORS["option-table"]()
+    rows = rows_of(text)
+    assert set(rows) == set(EXAMPLES)
+    # summed, sequential, split; ddp, fsdp
+    assert rows["recompute"] == ["works"] * 5
+    assert rows["head_groups"] == ["refused", "works", "works", "works", "works"]
+    assert rows["chunks"] == ["refused", "refused", "works", "works", "refused"]
+    assert "- compile doesn't go with parallel=fsdp" in text
+
+
+def test_a_further_conflict_is_in_the_table(hooks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_offload(options: StepOptions) -> str | None:
+        return "offload | never" if options.offload else None
+
+    monkeypatch.setattr(step_options, "CONFLICTS", [*step_options.CONFLICTS, no_offload])
+    text = hooks.GENERATORS["option-table"]()
+    assert rows_of(text)["offload"] == ["refused"] * 5
+    assert "- offload | never" in text
+
+
+def test_bars_in_cells_do_not_end_them(hooks: ModuleType) -> None:
+    table = hooks.option_table.markdown([["option", "split"], ["---", "---"], ["chunks", "works | or not"]])
     assert table == "| option | split |\n| --- | --- |\n| chunks | works \\| or not |"
 
 
@@ -111,11 +144,17 @@ def test_the_changelog_is_the_repositorys(hooks: ModuleType) -> None:
 
 
 def test_the_reference_names_all_that_is_public() -> None:
-    named = set(re.findall(r"^::: mtaccum\.([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE))
-    assert set(mtaccum.__all__) - {"__version__"} <= named
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    named = {f"mtaccum.{name}" for name in re.findall(r"^::: mtaccum\.([\w.]+)$", text, re.MULTILINE)}
     for name in named:
-        where, _, last = f"mtaccum.{name}".rpartition(".")
+        where, _, last = name.rpartition(".")
         assert hasattr(importlib.import_module(where), last), name
+    faces = json.loads((ROOT / "tests" / "public.json").read_text(encoding="utf-8"))["names"]
+    public = {f"{face}.{name}" for face, names in faces.items() for name in names}
+    # what is in the first face too stands there alone
+    top = {f"{face}.{name}" for face in faces for name in faces["mtaccum"]}
+    assert {name for name in public - top if name.count(".") > 1} <= named
+    assert {f"mtaccum.{name}" for name in faces["mtaccum"]} - {"mtaccum.__version__"} <= named
 
 
 def messages() -> str:
@@ -151,9 +190,52 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
 
 def test_step_pages_name_files_that_exist() -> None:
     text = (DOCS / "how-a-step-works.md").read_text(encoding="utf-8")
-    for name in set(re.findall(r"\b((?:engine|state|parallel|observe|conf)/[\w/]+\.(?:py|yaml))\b", text)):
+    for name in set(
+        re.findall(r"(?<![\w/])((?:engine|state|parallel|observe|conf)/[\w/]+\.(?:py|yaml))\b", text)
+    ):
         place = ROOT if name.startswith("conf") else ROOT / "mtaccum"
         assert (place / name).is_file(), name
+
+
+def test_step_pages_name_every_file_of_the_engine() -> None:
+    text = (DOCS / "how-a-step-works.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`(\w+\.py)`", text.partition("## All files of the engine")[2]))
+    assert listed == {path.name for path in (ROOT / "mtaccum" / "engine").glob("[!_]*.py")}
+
+
+STEP_NAMES = (
+    "engine.levers.LEVERS",
+    "engine.lever.Lever",
+    "engine.options.CONFLICTS",
+    "engine.options.EXAMPLES",
+    "engine.binding.Binding.bound",
+    "engine.window_counts.WindowCounts.agreed",
+    "engine.window_counts.WindowCounts.scale",
+    "engine.cut.Cut.send_back",
+    "engine.nonfinite.all_finite",
+)
+
+
+@pytest.mark.parametrize("path", STEP_NAMES)
+def test_step_pages_name_what_the_code_has(path: str) -> None:
+    package, module, *names = path.split(".")
+    assert f"`{'.'.join(names)}`" in (DOCS / "how-a-step-works.md").read_text(encoding="utf-8")
+    found: Any = importlib.import_module(f"mtaccum.{package}.{module}")
+    for name in names:
+        found = getattr(found, name)
+
+
+def test_step_pages_list_the_methods_where_ranks_meet() -> None:
+    text = (DOCS / "how-a-step-works.md").read_text(encoding="utf-8")
+    section = text.partition("## 3.")[2].partition("## 4.")[0]
+    cells = re.findall(r"^\| (`[^|]*`) \|", section, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert len(listed) > 10
+    assert all(hasattr(Ranks, name) for name in listed)
+    # what a kind may do otherwise, but for what is about a model, its options, or one rank's own look at it
+    own = {"conflict", "check", "before_step", "local", "evaluated", "rank", "world_size", "is_rank_zero"}
+    public = {name for name in vars(Ranks) if not name.startswith("_")}
+    assert listed == public - own - {"kind", "averages", "shares_gradients"}
 
 
 def test_ids_of_cases_in_names_of_tests_are_in_the_cases() -> None:
