@@ -93,11 +93,15 @@ def _run(setting: Setting, kind: str, backend: str, number: int, store: Path) ->
 
 
 def whole_step(device: str, number: int) -> tuple[MultiTaskModel, list[list[Any]]]:
-    """A model in double precision, and the windows of all ranks, ragged."""
+    """A model in double precision, and the windows of all ranks: images of their own, ragged."""
     torch.manual_seed(0)
     subject = small_subject()
-    batch = {n: t.double() if t.is_floating_point() else t for n, t in subject.batch.items()}
-    return subject.build().double().to(device), [split_batch(batch, 1 + rank % 2) for rank in range(number)]
+    model = subject.build().double().to(device)
+    windows = []
+    for rank in range(number):
+        images = torch.randn(subject.batch["image"].shape, dtype=torch.float64)
+        windows.append(split_batch({**subject.batch, "image": images}, 1 + rank % 2))
+    return model, windows
 
 
 def gradients(model: Any, window: list[Any], **options: Any) -> dict[str, Tensor]:
@@ -120,14 +124,8 @@ def difference(own: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The norm of the difference over that of the gradient."""
     if own.keys() != other.keys():
         return float("inf")
-    norms = [
-        torch.stack([value.norm() for value in values]).norm()
-        for values in (
-            [own[name] - other[name] for name in other],
-            list(other.values()),
-        )
-    ]
-    return float(norms[0] / norms[1])
+    apart = torch.stack([(own[name] - other[name]).norm() for name in other]).norm()
+    return float(apart / torch.stack([value.norm() for value in other.values()]).norm())
 
 
 def pass_through_ddp(model: nn.Module) -> None:

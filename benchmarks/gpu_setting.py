@@ -1,6 +1,7 @@
 """What a part of ``gpu.py`` is told, and the few things that differ between a CUDA card and the CPU.
 
-On the CPU each of these has a stand-in, so that whatever runs on a card can be tried without one.
+On the CPU each of these has a stand-in, so that whatever runs on a card can be tried without one. PyTorch is
+imported where it is used: the command itself says what is missing, and must not miss it.
 """
 
 from __future__ import annotations

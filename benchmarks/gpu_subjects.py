@@ -206,10 +206,8 @@ class Trained:
     def peaks(self, way: Way) -> dict[str, Any]:
         """Bytes of one step, once the optimizer has its state: tensors at their peak, by the tracker; and by
         the allocator, in a step without it and with nothing left from other steps."""
-        engine, window = (
-            self.engine(way),
-            self.window(way, "host"),
-        )  # as predicted: on the device is what runs
+        # from the host, as is predicted: on the device is only the micro-batch that runs
+        engine, window = self.engine(way), self.window(way, "host")
         quietly(engine.step, window)
         live = quietly(measure_step, engine, window)[1]
         found = {
