@@ -24,9 +24,8 @@ from revisions.times import compare_times
 
 def main() -> None:
     arguments = _arguments()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("error: terminated")
-    )  # worktrees are taken away even so
+    # by an exception, so that worktrees are taken away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: terminated"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases = copied_cases(folder / "cases")
@@ -40,15 +39,16 @@ def main() -> None:
 def _compare(base: Side, head: Side, folder: Path, arguments: argparse.Namespace) -> int:
     _observe(base, head, folder, arguments)
     seen = read(base.written), read(head.written)
-    differences = compare(*seen)
+    every = compare(*seen)
+    differences = [difference for difference in every if difference.of not in arguments.allow]
     if differences:
         print(differences_text(differences, arguments.all), end="\n\n")
-    print(tables(*seen, differences))
+    print(tables(*seen, every))
     failures = [*base.failures, *head.failures]
     if arguments.rounds and not failures:
         print(f"\n{compare_times([base, head], arguments.rounds)}")
     cases = len({(difference.kind, difference.case) for difference in differences})
-    outcome = f"{cases} cases differ." if cases else "Nothing differs."
+    outcome = f"Cases that differ: {cases}." if cases else "Nothing differs."
     print("", *failures, outcome if any(seen) else "No case was run.", sep="\n")
     return 1 if failures or differences or not any(seen) else 0
 
@@ -85,6 +85,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", nargs="+", type=int, choices=[1, 2], default=[1, 2], help="both by default"
     )
+    parser.add_argument("--allow", nargs="*", default=[], help="quantities, as in the table, that may differ")
     parser.add_argument("--all", action="store_true", help="show every difference")
     parser.add_argument("--rounds", type=int, default=20, help="of timing; 0: don't time")
     parser.add_argument("--keep", type=Path, help="folder to keep what the base does, for the next time")

@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from mtaccum import Engine, InexactWarning, split_batch
+from mtaccum.parallel import DDP
 from mtaccum.parallel.ddp import COMM_HOOKS
 
 METHOD = (
@@ -120,7 +121,8 @@ class Steps:
             model = copy.deepcopy(case.model)
             self.optimizers[schedule] = optimizer_of(model)
             COMM_HOOKS[schedule] = self.counters[schedule].hook  # type: ignore[assignment]
-            engine = Engine(model, self.optimizers[schedule], schedule=schedule, comm_hook=schedule)
+            ranks = DDP(comm_hook=schedule)
+            engine = Engine(model, self.optimizers[schedule], schedule=schedule, parallel=ranks)
             self.run[schedule] = partial(engine.step, window)
         naive = _Naive(case)
         wrapped = DistributedDataParallel(naive, find_unused_parameters=heads > 1)

@@ -91,7 +91,7 @@ def _of_options(kind: str) -> Iterator[Case]:
         yield _case(kind, "tied heads", partial(_tree, tied=True), window, {})
         yield _case(kind, "a frozen head", _frozen, window, {})
         narrow = partial(_in_float32, window)
-        yield _case(kind, "gradients in bf16", _tree_in_float32, narrow, {"comm_hook": "bf16"})
+        yield _case(kind, "gradients in fp16", _tree_in_float32, narrow, {"comm_hook": "fp16"})
 
 
 def _case(

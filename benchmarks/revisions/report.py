@@ -29,6 +29,11 @@ class Difference:
     base: Any
     head: Any
 
+    @property
+    def of(self) -> str:
+        """The quantity without the name of the entry."""
+        return self.quantity.split(": ")[0]
+
     def __str__(self) -> str:
         return (
             f"{self.kind}: {self.case}\n    {self.quantity}\n      base {self.base}\n      head {self.head}"
@@ -80,7 +85,7 @@ def tables(base: Observations, head: Observations, differences: Iterable[Differe
     of_quantity: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for difference in differences:
         differing[difference.kind].add(difference.case)
-        of_quantity[difference.quantity.split(": ")[0]].add((difference.kind, difference.case))
+        of_quantity[difference.of].add((difference.kind, difference.case))
     cases = Counter(kind for kind, _ in dict.fromkeys([*base, *head]))
     refused = Counter(
         key[0] for key in base.keys() & head.keys() if "refused: run" in base[key].keys() & head[key]
@@ -112,7 +117,7 @@ def differences_text(differences: list[Difference], every: bool = False) -> str:
     turns: Counter[tuple[str, str]] = Counter()
     ranked: list[tuple[int, int]] = []
     for index, difference in enumerate(differences):
-        key = difference.kind, difference.quantity.split(": ")[0]
+        key = difference.kind, difference.of
         turns[key] += 1
         ranked.append((turns[key], index))
     shown = sorted(index for _, index in sorted(ranked)[:_SHOWN])

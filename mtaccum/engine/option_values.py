@@ -16,8 +16,10 @@ class FrozenDict(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted((key, repr(value)) for key, value in self.items())))
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("options of a step are frozen; make new ones: options.changed({...})")
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
 
     def __reduce__(self) -> Any:
         return FrozenDict, (dict(self),)

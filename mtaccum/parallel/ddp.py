@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from mtaccum.errors import ConfigError
+from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.parallel.collectives import Collectives, current_ranks
 from mtaccum.parallel.dtensor import is_dtensor
 from mtaccum.parallel.ranks import Ranks
@@ -42,12 +42,17 @@ class DDP(Ranks):
     Args:
         collectives: None: those of PyTorch's default process group.
         comm_hook: ``fp16`` or ``bf16``: gradients travel in 16 bits; ``none``: as they are.
+
+    Raises:
+        ConfigError: an unknown hook.
     """
 
     kind: ClassVar[str] = "ddp"
 
     def __init__(self, collectives: Collectives | None = None, comm_hook: str = "none") -> None:
         super().__init__(collectives)
+        if comm_hook not in COMM_HOOKS:
+            raise ConfigError(unknown_name("comm_hook", comm_hook, COMM_HOOKS))
         self.comm_hook = comm_hook
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         self._pass: DistributedDataParallel | None = None

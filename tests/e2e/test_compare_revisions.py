@@ -93,7 +93,7 @@ def test_what_one_changed_line_does_is_found_and_named(tmp_path: Path) -> None:
     assert f"{recomputed}\n    buffers: trunk.1.running_mean\n      base float64[3] " in done.stdout
     assert re.search(r"later step: allreduce of \d+ bytes\n      base 1\n      head nothing", done.stdout)
     assert table(done.stdout, "fsdp") == [2, 2, 0, 0]
-    assert done.stdout.endswith("\n7 cases differ.\n")
+    assert done.stdout.endswith("\nCases that differ: 7.\n")
 
 
 @pytest.fixture
