@@ -85,6 +85,9 @@ def test_options_are_values() -> None:
     assert given != given.changed({"chunks": {"c": 3}})
     with pytest.raises(TypeError, match="frozen"):
         given.chunks["c"] = 3  # type: ignore[index]
+    for change in ("update", "pop", "clear", "setdefault", "popitem"):
+        with pytest.raises(TypeError, match="frozen"):
+            getattr(given.chunks, change)("c")
 
 
 def test_what_is_given_is_plain() -> None:

@@ -129,6 +129,8 @@ def test_in_a_single_process_nothing_is_sharded() -> None:
 def test_communication_hooks_are_named(hook: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown comm_hook '{hook}'.*Known: bf16, fp16, none"):
         Engine(plain_model(), comm_hook=hook)
+    with pytest.raises(ConfigError, match=f"unknown comm_hook '{hook}'.*Known: bf16, fp16, none"):
+        ddp.DDP(comm_hook=hook)
     assert set(COMM_HOOKS) == set(ddp.COMM_HOOKS)
 
 
