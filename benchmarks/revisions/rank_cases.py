@@ -31,7 +31,7 @@ LACKING: dict[str, tuple[tuple[int, tuple[str, ...]], ...]] = {
     "no label at all": ((0, _ALL), (0, _ALL)),
 }
 BOTH: dict[str, Mapping[str, Any]] = {
-    "head groups": {"head_groups": [["cls", "alone", "parts"]]},
+    "head groups": {"head_groups": [["cls", "alone", "terms"]]},
     "head groups, sequential": {"head_groups": [["alone", "again"]], "schedule": "sequential"},
     "nodes recomputed": {"recompute": ["trunk", "fpn"]},
     "modules recomputed": {"recompute": ["trunk.conv", "seg.conv"], "schedule": "sequential"},
@@ -42,7 +42,7 @@ BOTH: dict[str, Mapping[str, Any]] = {
 ONLY_DDP: dict[str, Mapping[str, Any]] = {
     "chunks": {"chunks": {"cls": 2, "again": 3}},
     "not reduced": {"parallel": "none"},
-    "head groups of tied heads": {"head_groups": [["parts", "again"]]},
+    "head groups of tied heads": {"head_groups": [["terms", "again"]]},
 }
 
 

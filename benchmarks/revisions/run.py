@@ -24,7 +24,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
-_CASES = ("benchmarks/common.py", "benchmarks/revisions/*.py", "tests/*.py")
+_CASES = ("benchmarks/common.py", "benchmarks/markdown_tables.py", "benchmarks/revisions/*.py", "tests/*.py")
 
 
 @dataclass
