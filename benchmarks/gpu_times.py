@@ -51,11 +51,13 @@ def _first_norm(trained: Trained, way: Way) -> float | None:
 
 
 def recompute(setting: Setting) -> Iterator[dict[str, Any]]:
-    """As the second table of ``peak_memory.py``: parts of the trunk recomputed, and micro-batches."""
+    """As the second table of ``peak_memory.py``: segments of the trunk recomputed, and micro-batches."""
     trained = Trained(dense_subject(setting), setting)
-    names = [BASELINE, "parts, K=4"] if setting.quick else [*WAYS]
+    names = [BASELINE, "segments, K=4"] if setting.quick else [*WAYS]
     samples = len(trained.subject.batch["image"])
-    ways = [Way(accumulate=min(k, samples), recompute=parts) for parts, k in map(WAYS.__getitem__, names)]
+    ways = [
+        Way(accumulate=min(k, samples), recompute=segments) for segments, k in map(WAYS.__getitem__, names)
+    ]
     for way, row in zip(ways, compare(trained, ways, setting), strict=True):
         yield {**row, **trained.peaks(way)}
 
