@@ -59,7 +59,8 @@ class DDP(Ranks):
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give each trainable parameter the mean of its gradients; None where no rank has one."""
-        learning = [p for p in parameters if p.requires_grad]
+        # DTensors, of a trunk in tensor parallelism say, are reduced by their own means
+        learning = [p for p in parameters if p.requires_grad and not is_dtensor(p)]
         if self.world_size == 1 or not learning:
             return
         used = self.collectives.all_reduce_max([_layout_of(parameter.grad) for parameter in learning])
@@ -148,5 +149,4 @@ def reduce_gradients(model: nn.Module) -> None:
         )
     if model not in _of_loops or _of_loops[model].collectives is not current_ranks():
         _of_loops[model] = DDP()
-    # a DTensor's gradient was reduced in its backward
-    _of_loops[model].complete([p for p in dict.fromkeys(model.parameters()) if not is_dtensor(p)])
+    _of_loops[model].complete(list(dict.fromkeys(model.parameters())))

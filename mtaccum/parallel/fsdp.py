@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from mtaccum.errors import ConfigError, TaskError
 from mtaccum.model.tree import MultiTaskModel, Tree
 from mtaccum.parallel.collectives import Collectives
 from mtaccum.parallel.ddp import DDP
-from mtaccum.parallel.dtensor import full_tensor, is_dtensor, to_local
+from mtaccum.parallel.dtensor import to_local
 from mtaccum.parallel.lockstep import active_in, filled_up, union_of, zero_through
-from mtaccum.parallel.ranks import Agreement, Ranks, TasksByMicroBatch, norm_values
+from mtaccum.parallel.ranks import Agreement, Ranks, TasksByMicroBatch
 from mtaccum.parallel.sharding import check_modes, sharded_nodes, unsharded
 from mtaccum.parallel.tracking import GradientTracking, tracking_of
 from mtaccum.state import without_trace
@@ -156,25 +155,8 @@ class FSDP(Ranks):
         return total + zero_through(prediction)
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
-        """DTensors were reduced in their backwards."""
-        self._replicated.complete([p for p in parameters if not is_dtensor(p)])
-
-    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        gradients = [norm_values(p.grad) for p in parameters if p.grad is not None]
-        sharded = [gradient for gradient in gradients if is_dtensor(gradient)]
-        if not sharded:
-            return nn.utils.get_total_norm(gradients)
-        norms = [full_tensor(nn.utils.get_total_norm(sharded))]
-        if replicated := [gradient for gradient in gradients if not is_dtensor(gradient)]:
-            norms.append(nn.utils.get_total_norm(replicated).to(norms[0]))
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-        return norm
-
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch has it
-        for parameter in parameters:
-            if parameter.grad is not None:
-                to_local(parameter.grad).mul_(factor)
+        """DTensors were reduced in their backwards, and DDP leaves them alone."""
+        self._replicated.complete(parameters)
 
     def local(self, tensor: Tensor) -> Tensor:
         return to_local(tensor)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel.collectives import Collectives, current_ranks
+from mtaccum.parallel.dtensor import full_tensor, is_dtensor, to_local
 
 T = TypeVar("T")
 TasksByMicroBatch = Sequence[Sequence[str]]
@@ -209,12 +210,25 @@ class Ranks(ABC):
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Euclidean norm of all gradients together (0-d); 0 if there is none."""
-        return nn.utils.get_total_norm([norm_values(p.grad) for p in parameters if p.grad is not None])
+        gradients = [norm_values(p.grad) for p in parameters if p.grad is not None]
+        sharded = [gradient for gradient in gradients if is_dtensor(gradient)]
+        if not sharded:
+            return nn.utils.get_total_norm(gradients)
+        norms = [full_tensor(nn.utils.get_total_norm(sharded))]
+        if plain := [gradient for gradient in gradients if not is_dtensor(gradient)]:
+            norms.append(nn.utils.get_total_norm(plain).to(norms[0]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return norm
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scale all gradients, whose norm is ``norm``, so that it is at most ``max_norm``."""
         learned = [parameter for parameter in parameters if parameter.grad is not None]
-        nn.utils.clip_grads_with_norm_(learned, max_norm, norm)
+        if not any(is_dtensor(parameter.grad) for parameter in learned):
+            nn.utils.clip_grads_with_norm_(learned, max_norm, norm)
+            return
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch has it
+        for parameter in learned:
+            to_local(parameter.grad).mul_(factor)  # type: ignore[arg-type]
 
     def sum_losses(self, sums: LossSums, device: torch.device) -> LossSums:
         """Sums of losses by name over all ranks, of which some may have run other tasks."""
