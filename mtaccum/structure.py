@@ -31,40 +31,40 @@ def register_structure(cls: type, unpack: Unpack, pack: Pack) -> None:
 
     Args:
         cls: the container's type; subclasses are included.
-        unpack: ``unpack(value)`` returns the parts in a fixed order.
-        pack: ``pack(value, parts)`` returns a new container like ``value`` that holds ``parts``.
+        unpack: ``unpack(value)`` returns the members in a fixed order.
+        pack: ``pack(value, members)`` returns a new container like ``value`` that holds ``members``.
     """
     _registered[cls] = (unpack, pack)
 
 
-def _pack_dataclass(value: Any, parts: Sequence[Any]) -> Any:
+def _pack_dataclass(value: Any, members: Sequence[Any]) -> Any:
     names = [field.name for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):  # Hugging Face's ModelOutput is a dict and a dataclass at once
-        return type(value)(**dict(zip(names, parts, strict=True)))
+        return type(value)(**dict(zip(names, members, strict=True)))
     clone = copy.copy(value)
-    for name, part in zip(names, parts, strict=True):
-        object.__setattr__(clone, name, part)  # also for frozen ones
+    for name, member in zip(names, members, strict=True):
+        object.__setattr__(clone, name, member)  # also for frozen ones
     return clone
 
 
-def _pack_mapping(value: Any, parts: Sequence[Any]) -> Any:
+def _pack_mapping(value: Any, members: Sequence[Any]) -> Any:
     if not isinstance(value, MutableMapping):
-        return dict(zip(value, parts, strict=True))
+        return dict(zip(value, members, strict=True))
     clone = copy.copy(value)  # keeps the type, order and extras such as a default factory
-    for key, part in zip(list(value), parts, strict=True):
-        clone[key] = part
+    for key, member in zip(list(value), members, strict=True):
+        clone[key] = member
     return clone
 
 
-def _pack_list(value: Any, parts: Sequence[Any]) -> Any:
+def _pack_list(value: Any, members: Sequence[Any]) -> Any:
     clone = copy.copy(value)  # keeps the type and its attributes
-    clone[:] = parts
+    clone[:] = members
     return clone
 
 
-def _pack_tuple(value: Any, parts: Sequence[Any]) -> Any:
+def _pack_tuple(value: Any, members: Sequence[Any]) -> Any:
     make = getattr(type(value), "_make", type(value))
-    return make(parts)
+    return make(members)
 
 
 def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
@@ -92,11 +92,11 @@ def _refuse_hidden_tensors(value: Any) -> None:
         raise _hidden(value, "mtaccum can't take that type apart")
 
 
-def _refuse_tensors_beside(value: Any, parts: Sequence[Any]) -> None:
-    """Raise if a container of a user's own holds tensors that aren't among its parts."""
+def _refuse_tensors_beside(value: Any, members: Sequence[Any]) -> None:
+    """Raise if a container of a user's own holds tensors that aren't among its members."""
     if type(value) in (tuple, list, dict) or not getattr(value, "__dict__", None):
         return
-    known = {id(tensor) for tensor in tensors_of(list(parts), strict=False)}
+    known = {id(tensor) for tensor in tensors_of(list(members), strict=False)}
     if any(id(tensor) not in known for tensor in tensors_of(list(vars(value).values()), strict=False)):
         raise _hidden(value, "not all of them are its fields or entries")
 
@@ -146,10 +146,10 @@ def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = 
             _refuse_hidden_tensors(nest)
         return nest
     unpack, pack = handler
-    parts = unpack(nest)
+    members = unpack(nest)
     if strict and not _is_registered(nest):
-        _refuse_tensors_beside(nest, parts)
-    return pack(nest, [map_tensors(part, function, strict=strict) for part in parts])
+        _refuse_tensors_beside(nest, members)
+    return pack(nest, [map_tensors(member, function, strict=strict) for member in members])
 
 
 def tensors_of(nest: Any, *, strict: bool = True) -> list[Tensor]:
@@ -165,8 +165,8 @@ def _collect(value: Any, found: list[Tensor], strict: bool) -> None:
     if isinstance(value, Tensor) and type(value) not in _registered:
         found.append(value)
     elif (handler := unpacker(value)) is not None:
-        for part in handler[0](value):
-            _collect(part, found, strict)
+        for member in handler[0](value):
+            _collect(member, found, strict)
     elif strict and not isinstance(value, torch.nn.Module | type):
         _refuse_hidden_tensors(value)
 

@@ -118,7 +118,7 @@ def _refuse_what_is_planned(config: RunConfig) -> None:
     given += [f"engine={config.engine.schedule}"] if config.engine.schedule != "split" else []
     if given:
         raise ConfigError(
-            f"{', '.join(given)}: a plan chooses that. Leave it away, or set plan=none and choose yourself."
+            f"{', '.join(given)}: a plan chooses that. Leave it out, or set plan=none and choose yourself."
         )
 
 

@@ -207,7 +207,7 @@ def seed_all(seed: int) -> None:
 def dataset_of(place: str, config: Mapping[str, Any]) -> Any:
     dataset = instantiate(place, config)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(f"{place}: {type(dataset).__name__} needs a length and an index; it has not both.")
+        raise ConfigError(f"{place}: {type(dataset).__name__} needs both __len__ and __getitem__.")
     if len(dataset) == 0:
         raise ConfigError(f"{place}: the data set is empty.")
     return dataset

@@ -65,7 +65,7 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
         raise OptimizerError(
             f"the optimizer doesn't hold {len(missing)} trainable parameters: "
             f"{listed(missing)}. Build it from model.parameters(), or set "
-            f"requires_grad_(False) on what shall not be trained."
+            f"requires_grad_(False) on what should not be trained."
         )
 
 

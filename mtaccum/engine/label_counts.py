@@ -223,5 +223,5 @@ def _check_counts(name: str, counts: Sequence[float], chunk_counts: Sequence[Seq
             raise TaskError(
                 f"task {name!r}: count() gives {whole:g} for a micro-batch, but {together:g} for its "
                 f"chunks together. Let it count the labels of what it is given, or leave "
-                f"chunks.{name} away."
+                f"chunks.{name} out."
             )

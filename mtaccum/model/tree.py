@@ -292,7 +292,7 @@ def _paths(
         if name in paths:
             return paths[name]
         if name in below:
-            raise ConfigError(f"necks feed each other in a circle: {' <- '.join((*below, name))}.")
+            raise ConfigError(f"necks feed each other in a cycle: {' <- '.join((*below, name))}.")
         on = sources[name]
         for source in on:
             if source in sources and source not in necks:

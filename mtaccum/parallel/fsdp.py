@@ -65,6 +65,7 @@ class FSDP(Ranks):
         super().check(model, options, scaler)
 
     def before_step(self, model: MultiTaskModel) -> None:
+        super().before_step(model)
         check_modes(model)
 
     def agree(
@@ -169,7 +170,7 @@ class FSDP(Ranks):
 
 
 def _refusal(name: str) -> str:
-    return f"{name} doesn't go with parallel=fsdp; use parallel=ddp, or leave it away."
+    return f"{name} doesn't go with parallel=fsdp; use parallel=ddp, or leave it out."
 
 
 def _leaves(tree: Tree) -> Iterator[str]:

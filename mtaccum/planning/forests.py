@@ -11,7 +11,7 @@ from mtaccum.planning.profile import Chain
 from mtaccum.planning.search import Branch, Share
 from mtaccum.planning.watcher import Profile
 
-_WORTH_A_NAME = 0.003  # a part that saves less of what a step needs is not recomputed
+_WORTH_A_NAME = 0.003  # a segment that saves less of what a step needs is not recomputed
 _MOST_CHUNKS = 64  # of a head's micro-batch: with more of them a step takes long
 
 
@@ -22,7 +22,7 @@ class Forests:
         samples: in the profiled batch.
 
     Attributes:
-        micro_batches: into how many the batch may be cut: 1, 2, 4, ... and as many as there are samples.
+        micro_batches: into how many the batch may be split: 1, 2, 4, ... and as many as there are samples.
     """
 
     def __init__(self, profile: Profile, tree: Tree, samples: int) -> None:
@@ -61,10 +61,10 @@ class Forests:
             children = self._branches(below, share, above_bytes + chain.kept_bytes, chunks)
             yield Branch(chain, list(children), share, above_bytes, chunks.get(node, (1,)))
 
-    def leave_out(self, parts: Collection[str]) -> bool:
-        """From now on offer these parts no more for recomputing; whether there are any."""
+    def leave_out(self, segments: Collection[str]) -> bool:
+        """From now on offer these segments no more for recomputing; whether there are any."""
         for chain in self._profile.chains.values():
-            chain.candidates = [c for c in chain.candidates if c.name not in parts]
-        if parts:
+            chain.candidates = [c for c in chain.candidates if c.name not in segments]
+        if segments:
             self._made.clear()
-        return bool(parts)
+        return bool(segments)

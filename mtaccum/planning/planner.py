@@ -94,7 +94,7 @@ def find_plan(
     """
     asked = (StepOptions() if options is None else options).changed(step_options)
     if chosen := sorted(asked.given().keys() & set(PLANNED)):
-        raise ConfigError(f"{', '.join(chosen)}: a plan chooses that. Leave it away.")
+        raise ConfigError(f"{', '.join(chosen)}: a plan chooses that. Leave it out.")
     budget = budget_of(budget_bytes, device)
     training = FakeTraining(
         build_model, batch, build_optimizer=build_optimizer, device=budget.device, options=asked

@@ -2,7 +2,7 @@
 
 One predicted step of the ``split`` schedule is watched op by op. What comes of it is a ``Chain`` for each
 node: its forward cut into positions, from each boundary of a module to the next. From these the planner can
-tell what a recomputed part would save, without running it.
+tell what a recomputed segment would save, without running it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Search: which parts to recompute so that a step fits, at the least cost.
+"""Search: which segments to recompute so that a step fits, at the least cost.
 
 Each node's forward is a chain of positions (see ``profile``). From left to right, a position is kept or
-begins a part that is recomputed; at each position the choices that are best for some trade of bytes kept
-against cost are remembered. Parts have one level only: a recomputed part keeps all of its own while it runs
+begins a segment that is recomputed; at each position the choices that are best for some trade of bytes kept
+against cost are remembered. Segments have one level only: a recomputed one keeps all of its own while it runs
 again. That is dynamic programming over checkpoints, as in Beaumont et al., Optimal Checkpointing for
 Heterogeneous Chains, 2019, with modules and runs of modules as the only segments.
 
@@ -32,8 +32,8 @@ class Choice(NamedTuple):
         cost: FLOPs of what runs twice; bytes that it writes count as one each, so that nothing is free.
         kept_bytes: what is left behind for the backward.
         needed_bytes: most bytes alive at once.
-        recompute: names of the parts that are recomputed.
-        chunks: heads that are cut, with the number of their parts.
+        recompute: names of the segments that are recomputed.
+        chunks: heads that run in chunks, with the number of these.
     """
 
     cost: float = 0.0
@@ -50,7 +50,7 @@ class Share:
     Attributes:
         samples: those of a micro-batch over those of the profile.
         fixed_bytes: alive throughout and not growing with the samples, where that is more than profiled.
-        least_saving_bytes: parts that save less are not worth a name.
+        least_saving_bytes: segments that save less are not worth a name.
     """
 
     samples: float = 1.0
@@ -65,7 +65,7 @@ class _Step(NamedTuple):
     needed_bytes: float
     kept_bytes: float
     cost: float = 0.0
-    part: tuple[str, ...] = ()
+    segment: tuple[str, ...] = ()
 
 
 class Branch:
@@ -75,7 +75,7 @@ class Branch:
         chain: the node's.
         children: branches of the nodes on it that ran.
         above_bytes: what the nodes above it kept in the profile.
-        chunks: into how many parts a head may be cut; the first number is tried first.
+        chunks: in how many chunks a head may run; the first number is tried first.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Branch:
         for number, steps in self._tables.items():
             choice = self._best(steps, available_bytes)
             if choice is not None and (found is None or choice.cost < found.cost):
-                cut = ((self._chain.node, number),) if number > 1 else ()
-                found = choice._replace(chunks=(*choice.chunks, *cut))
+                own = ((self._chain.node, number),) if number > 1 else ()
+                found = choice._replace(chunks=(*choice.chunks, *own))
         return found
 
     def cheapest(self) -> Choice:
@@ -136,15 +136,15 @@ class Branch:
         reached: list[list[Choice]] = [[] for _ in range(len(steps) + 1)]
         reached[0] = [Choice()]
         for position, leaving in enumerate(steps):
-            for cost, kept, needed, parts, _ in _frontier(reached[position]):
-                for stop, step_needs, step_keeps, step_costs, part in leaving:
+            for cost, kept, needed, segments, _ in _frontier(reached[position]):
+                for stop, step_needs, step_keeps, step_costs, segment in leaving:
                     now = kept + step_needs
                     if now <= available_bytes:
                         after = Choice(
                             cost + step_costs,
                             kept + step_keeps,
                             now if now > needed else needed,
-                            parts + part if part else parts,
+                            segments + segment if segment else segments,
                         )
                         reached[stop].append(after)
         best: Choice | None = None
@@ -193,7 +193,7 @@ def _frontier(choices: list[Choice]) -> list[Choice]:
 
 
 def _steps(chain: Chain, share: Share, above_bytes: int, chunks: int) -> list[list[_Step]]:
-    """The steps that leave each position: on to the next one with all kept, or over a recomputed part."""
+    """The steps that leave each position: on to the next one with all kept, or over a recomputed segment."""
     kept, samples = chain.kept_before(), share.samples / chunks
 
     def level(at: Level, position: int) -> float:
@@ -222,10 +222,10 @@ def _steps(chain: Chain, share: Share, above_bytes: int, chunks: int) -> list[li
 
 
 def _handed_on(chain: Chain, start: int, stop: int) -> int:
-    """Bytes made in a part that are needed behind it."""
+    """Bytes made in a segment that are needed after it."""
     return sum(m.nbytes for m in chain.made if start <= m.at < stop and m.kept and m.used_from(stop))
 
 
 def _held(chain: Chain, start: int, stop: int) -> int:
-    """Bytes made before a part that are kept for its second run, and for nothing else."""
+    """Bytes made before a segment that are kept for its second run, and for nothing else."""
     return sum(m.nbytes for m in chain.made if m.at < start and not m.kept and m.used_in(start, stop))

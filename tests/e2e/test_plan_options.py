@@ -168,7 +168,7 @@ def test_what_a_plan_chooses_is_not_given_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(command, "+tasks=[seg,cls]", "plan=auto", "memory.budget=1GiB", option) == 2
-    assert f"{name}: a plan chooses that. Leave it away" in capsys.readouterr().err
+    assert f"{name}: a plan chooses that. Leave it out" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
