@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_INSIDE = (str(Path(__file__).parent), contextlib.__file__)
+_INSIDE = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
 
 
 class MtaccumError(ValueError):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mtaccum.errors import ConfigError
 from mtaccum.model.tree import MultiTaskModel
-from mtaccum.parallel.collectives import Collectives, current_ranks
+from mtaccum.parallel.collectives import Collectives, current_ranks, in_process_group
 from mtaccum.parallel.dtensor import full_tensor, is_dtensor, to_local
 
 T = TypeVar("T")
@@ -61,6 +61,9 @@ class Ranks(ABC):
     shares_gradients: ClassVar[bool] = False
     """Whether a gradient is that of all ranks already after a backward, rather than this rank's own."""
 
+    comm_hook: str = "none"
+    """How gradients are compressed while they travel."""
+
     def __init__(self, collectives: Collectives | None = None) -> None:
         self.collectives = current_ranks() if collectives is None else collectives
 
@@ -96,6 +99,11 @@ class Ranks(ABC):
         Raises:
             ConfigError: options that this kind, or the device, can't do.
         """
+        if options.comm_hook not in ("none", self.comm_hook):
+            raise ConfigError(
+                f"comm_hook={options.comm_hook!r} doesn't reach a {type(self).__name__} that is handed in, "
+                f"whose own is {self.comm_hook!r}. Give it there: DDP(comm_hook={options.comm_hook!r})."
+            )
         if self.world_size == 1 or model.device.type == "cuda":
             return
         if options.comm_hook == "bf16":
@@ -138,8 +146,13 @@ class Ranks(ABC):
         """Refuse what may have changed since the last step.
 
         Raises:
-            ConfigError: says what.
+            ConfigError: says what; here, that there are other ranks by now.
         """
+        if self.world_size == 1 and in_process_group():
+            raise ConfigError(
+                "the engine was made before the ranks were joined, and would train this one by itself. Make "
+                "it, and its ranks, inside of mtaccum.parallel.joined(), or with parallel='none'."
+            )
 
     def agree(
         self, weights: Mapping[str, float], totals: Mapping[str, float], active: TasksByMicroBatch

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from mtaccum.errors import ConfigError, warn
+from mtaccum.errors import warn
 from mtaccum.model.tree import MultiTaskModel
-from mtaccum.parallel.collectives import Collectives, in_process_group
+from mtaccum.parallel.collectives import Collectives
 from mtaccum.parallel.ranks import Ranks
 
 
@@ -17,12 +17,13 @@ class SingleProcess(Ranks):
     """Trains by itself.
 
     Args:
-        on_purpose: whether that was asked for, so that it may be one of several processes.
+        on_purpose: whether that was asked for, so that it may be one of several processes; otherwise it is
+            refused to train beside others.
     """
 
     kind: ClassVar[str] = "none"
 
-    def __init__(self, *, on_purpose: bool = False) -> None:
+    def __init__(self, *, on_purpose: bool = True) -> None:
         super().__init__(Collectives())
         self._on_purpose = on_purpose
 
@@ -31,12 +32,8 @@ class SingleProcess(Ranks):
             warn(f"comm_hook={options.comm_hook!r} has no effect in a single process: no gradient travels.")
 
     def before_step(self, model: MultiTaskModel) -> None:
-        """Refuse to train by itself what was made before there were other ranks."""
-        if not self._on_purpose and in_process_group():
-            raise ConfigError(
-                "the engine was made before the ranks were joined, and would train this one by itself. Make "
-                "it inside of mtaccum.parallel.joined(), or with parallel='none'."
-            )
+        if not self._on_purpose:
+            super().before_step(model)
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Nothing is left to do."""

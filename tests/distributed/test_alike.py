@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_equal_states, plain_batch, plain_model
+from plain_ranks import PlainAllReduce
 from pool import Pool
 from ranked import KINDS, engine_of, full_parameters, made, raised
 from torch import Tensor, nn
 
 from mtaccum import Classification, Engine, MultiTaskModel, Regression, check_exactness, find_plan
-from mtaccum.parallel import SingleProcess, current_ranks
+from mtaccum.parallel import DDP, Collectives, SingleProcess, current_ranks
 
 
 def other_model(what: str) -> str:
@@ -51,16 +52,26 @@ def test_models_that_differ_are_refused_on_all_ranks(pool: Pool, what: str) -> N
 
 
 def late() -> list[str]:
+    """What steps of engines say that were made before there was a group."""
     engine = Engine(plain_model())
-    engine.ranks = SingleProcess()  # as of one that was made before there was a group
-    by_itself = Engine(plain_model(), parallel="none")
-    return [raised(engine.accumulate, [plain_batch(3)]), raised(by_itself.accumulate, [plain_batch(3)])]
+    engine.ranks = SingleProcess(on_purpose=False)
+    handed_in = [Engine(plain_model(), parallel=kind(Collectives())) for kind in (DDP, PlainAllReduce)]
+    return [raised(each.accumulate, [plain_batch(3)]) for each in (engine, *handed_in)]
 
 
 def test_an_engine_from_before_the_ranks_were_joined_is_refused(pool: Pool) -> None:
-    for refused, by_itself in pool.run(late, ranks=2):
-        assert refused.startswith("ConfigError: the engine was made before the ranks were joined")
-        assert by_itself == "nothing was raised"
+    for errors in pool.run(late, ranks=2):
+        for refused in errors:
+            assert refused.startswith("ConfigError: the engine was made before the ranks were joined")
+
+
+def by_themselves() -> list[str]:
+    engines = [Engine(plain_model(), parallel=given) for given in ("none", SingleProcess())]
+    return [raised(engine.accumulate, [plain_batch(3)]) for engine in engines]
+
+
+def test_a_rank_trains_by_itself_where_that_is_asked_for(pool: Pool) -> None:
+    assert pool.run(by_themselves, ranks=2) == [["nothing was raised"] * 2] * 2
 
 
 def checked() -> list[bool]:

@@ -134,6 +134,15 @@ def test_communication_hooks_are_named(hook: str) -> None:
     assert set(COMM_HOOKS) == set(ddp.COMM_HOOKS)
 
 
+def test_a_communication_hook_that_doesnt_reach_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'fp16' doesn't reach a DDP .*, whose own is 'none'"):
+        Engine(plain_model(), parallel=ddp.DDP(), comm_hook="fp16")
+    assert (
+        Engine(plain_model(), parallel=ddp.DDP(comm_hook="fp16"), comm_hook="fp16").ranks.comm_hook == "fp16"
+    )
+    Engine(plain_model(), parallel=ddp.DDP(comm_hook="fp16"))
+
+
 @pytest.mark.parametrize("parallel", ["dp", ""])
 def test_ways_to_train_in_parallel_are_named(parallel: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown parallel '{parallel}'.*Known: ddp, fsdp, none"):
