@@ -67,7 +67,7 @@ def _observe(base: Side, head: Side, folder: Path, arguments: argparse.Namespace
         base.written, sides = [kept], [head]
     if 1 in arguments.ranks:
         observe_alone(sides, folder, more, processes=max(1, (os.cpu_count() or 1) // len(sides)))
-    if 2 in arguments.ranks:
+    if 2 in arguments.ranks and not any(side.failures for side in sides):
         observe_on_ranks(sides, folder, more)
     if kept is not None and base in sides:
         keep(base, kept)

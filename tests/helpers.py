@@ -17,31 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from mtaccum import Classification, MultiTaskModel, Neck, Regression, Segmentation, StepOptions, Task
+from mtaccum import Classification, MultiTaskModel, Neck, Regression, Segmentation, Task
 from mtaccum.batch import Inputs
 from mtaccum.structure import detach
 
 SCHEDULE_NAMES = ("summed", "sequential", "split")
-
-
-# --- how a step is run -------------------------------------------------------------------------------------
-
-
-class Way(NamedTuple):
-    """A way to run a step: its options, and K, into how many micro-batches the batch is split."""
-
-    options: StepOptions
-    accumulate: int = 1
-
-    def __str__(self) -> str:
-        given = self.options.given()
-        more = [f"{name}={value}" for name, value in given.items() if name != "schedule"]
-        return ", ".join([self.options.schedule, f"K={self.accumulate}", *more])
-
-
-def way_of(schedule: str = "split", accumulate: int = 1, **options: Any) -> Way:
-    """A way by K and single options."""
-    return Way(StepOptions(schedule, **options), accumulate)
 
 
 # --- features of every kind -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,14 +129,18 @@ def _observe(side: Side, what: str, output: Path, arguments: Sequence[str]) -> _
 
 
 def _wait(started: Iterable[_Running]) -> None:
-    """Until all have ended. Of those that failed it is noted why."""
+    """Until all have ended, or one has failed: of that one it is noted why, and the others are ended."""
     running: list[_Running] = []
-    try:
-        running.extend(started)
-        for one in running:
-            if one.process.wait():
-                why = one.errors.read_text(encoding="utf-8").strip() or f"exit code {one.process.returncode}"
-                one.side.failures.append(f"a process of {one.side.name} failed:\n{why}")
-    finally:
-        for one in running:
-            one.process.kill()
+    with ThreadPoolExecutor() as waiting:
+        try:
+            running.extend(started)
+            of_process = {waiting.submit(one.process.wait): one for one in running}
+            for ended in as_completed(of_process):
+                if code := ended.result():
+                    one = of_process[ended]
+                    why = one.errors.read_text(encoding="utf-8").strip() or f"exit code {code}"
+                    one.side.failures.append(f"a process of {one.side.name} failed:\n{why}")
+                    break
+        finally:
+            for one in running:
+                one.process.kill()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Way, way_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from ways import Way, way_of
 
 from mtaccum import Classification, Engine, MultiTaskModel, Segmentation, split_batch
 from mtaccum.memory import FakeTraining, measure_step

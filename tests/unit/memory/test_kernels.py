@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Way, way_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from ways import Way, way_of
 
 from mtaccum import Engine, MultiTaskModel, Regression, Segmentation, split_batch
 from mtaccum.memory import FakeTraining, measure_step

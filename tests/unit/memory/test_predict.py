@@ -29,11 +29,12 @@ from architectures import (
     two_heads,
     vectors,
 )
-from helpers import SCHEDULE_NAMES, RandomState, Way, way_of
+from helpers import SCHEDULE_NAMES, RandomState
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
+from ways import Way, way_of
 
 from mtaccum import (
     BatchError,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Way, assert_close_gradients, joint_reference, seed_everything
+from helpers import assert_close_gradients, joint_reference, seed_everything
 from torch import Tensor, nn
+from ways import Way
 
 from mtaccum import (
     BudgetError,

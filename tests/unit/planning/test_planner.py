@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import Scored
-from helpers import Squared, Way, assert_close_gradients, joint_reference, seed_everything, way_of
+from helpers import Squared, assert_close_gradients, joint_reference, seed_everything
 from torch import Tensor, nn
+from ways import Way, way_of
 
 from mtaccum import (
     BatchError,
