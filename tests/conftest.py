@@ -24,10 +24,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-combinations", action="store_true", help="all cases of the contract, not only a sample of them"
     )
+    parser.addoption(
+        "--long", action="store_true", help="tests marked long too, which run where files are named anyway"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     skips.register(config)
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        config.option.long = True  # before processes are started, which get these options
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.long:
+        long = [item for item in items if item.get_closest_marker("long") is not None]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ import matplotlib.image
 import pytest
 import torch
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 RECOMPUTED = "split, trunk recomputed"

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from commands import LIMIT_S
+
+pytestmark = pytest.mark.long
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ddp.py"
 NAIVE = "DDP in every pass"

@@ -22,6 +22,7 @@ from commands import LIMIT_S, Forked
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXECUTED = ("sh", "python", "yaml")
+LONG = ("getting-started", "memory")  # they plan and train several times
 
 SHORT = [
     "trainer.max_steps=3",
@@ -139,7 +140,9 @@ def commands_in(block: Block) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", RUN, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.long) if p.stem in LONG else p for p in RUN], ids=name_of
+)
 def test_page_runs_in_the_readers_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Forked
 ) -> None:

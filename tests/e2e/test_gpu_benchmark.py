@@ -28,6 +28,8 @@ from gpu_syncs import Synchronisations
 from gpu_tables import tables_of
 from gpu_transfers import Transfers
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMAND = "--quick --device cpu --budget 3600"
 

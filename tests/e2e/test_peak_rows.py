@@ -14,6 +14,8 @@ from mtaccum.memory import measure_peak
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from cases import dense_case
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def peak() -> Callable[[str, int], int]:

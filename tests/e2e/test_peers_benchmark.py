@@ -22,6 +22,8 @@ from peer_measures import compare, state_after
 from peer_steps import losses_of, summed_by_hand
 from peers import findings
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 LIBRARIES = ("torchjd", "lightning", "accelerate")
 MISSING = [library for library in LIBRARIES if importlib.util.find_spec(library) is None]

@@ -32,6 +32,7 @@ def json_in(path: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.long
 def test_what_is_recommended_trains_within_the_budget_when_pasted(tmp_path: Path) -> None:
     options = ["batch_size=32", "memory.budget=20MiB", f"hydra.run.dir={tmp_path / 'plan'}"]
     done = typed("plan", ["+tasks=[seg,cls,depth]", *options], tmp_path)

@@ -24,6 +24,8 @@ from resident import unavailable
 from mtaccum.config import group_options
 from mtaccum.engine import SCHEDULES
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 LIBRARIES = ("timm", "torchvision")
 MISSING = [library for library in LIBRARIES if importlib.util.find_spec(library) is None]

@@ -195,6 +195,7 @@ def test_precision_and_normalisation_are_the_same_compiled(
     assert torch.equal(compiled[2], without[2])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="needs a C++ compiler")
 def test_the_default_backend_gives_the_same_gradients() -> None:
     class Tanh(nn.Module):
