@@ -3,14 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mtaccum.batch import register_split, split_batch, windows
-from mtaccum.engine import (
-    Engine,
-    LabelCounts,
-    StepOptions,
-    StepResult,
-    sequential_backward,
-    split_backward,
-)
+from mtaccum.engine import Engine, LabelCounts, StepOptions, StepResult, sequential_backward, split_backward
 from mtaccum.errors import (
     BatchError,
     BudgetError,

@@ -52,11 +52,7 @@ def config_dir() -> Path:
 
 
 def run_command(
-    config_name: str,
-    function: Callable[[RunConfig], int],
-    arguments: Sequence[str],
-    *,
-    trains: bool = False,
+    config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str], *, trains: bool = False
 ) -> int:
     """Compose ``config_name`` with the overrides in ``arguments``, and call ``function`` with the result.
 

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from mtaccum.batch import batch_size_of
 from mtaccum.engine.norms import batch_normalised
 from mtaccum.errors import TaskError, first_line, listed
-from mtaccum.exactness.probes import (
-    CoupledSamples,
-    DrawingHeads,
-    DynamicShapes,
-    Outputs,
-    module_names,
-    same,
-)
+from mtaccum.exactness.probes import CoupledSamples, DrawingHeads, DynamicShapes, Outputs, module_names, same
 from mtaccum.exactness.reference import losses
 from mtaccum.exactness.report import Finding
 from mtaccum.exactness.subject import SINGLE_BOUND, Subject

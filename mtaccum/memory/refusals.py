@@ -17,12 +17,7 @@ from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, 
 from mtaccum.model import MultiTaskModel
 from mtaccum.observe import any_module_entered
 from mtaccum.structure import describe, tensors_of
-from mtaccum.torch_internals import (
-    DataDependentOutput,
-    DynamicOutputShape,
-    UnsupportedOperator,
-    is_lazy,
-)
+from mtaccum.torch_internals import DataDependentOutput, DynamicOutputShape, UnsupportedOperator, is_lazy
 
 _KEPT = "their kernels keep what isn't seen"
 _BUILD_OPTIMIZER = "such as lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
