@@ -18,8 +18,8 @@ from mtaccum.data import MicroBatchSampler
 from mtaccum.engine import LabelCounts
 from mtaccum.errors import BudgetError, ConfigError
 from mtaccum.memory import FakeTraining, format_bytes
+from mtaccum.memory.picture import draw_timelines, pixels_of
 from mtaccum.memory.predict import predict_evaluation
-from mtaccum.model import MultiTaskModel
 from mtaccum.planning import PLANNED, PlanReport, budget_of, plan_training
 from mtaccum.structure import map_tensors
 from mtaccum.training import TensorBoardLogger, write_text
@@ -64,19 +64,16 @@ def save_plan(report: PlanReport, folder: Path) -> None:
     recommended plan's memory over a step, as ``plan.png`` and for TensorBoard."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / PLAN, json.dumps(report.as_dict(), indent=2) + "\n")
-    try:
-        import matplotlib  # noqa: F401 (an extra, and slow to import)
-    except ImportError:
-        return
-    from mtaccum.memory.picture import draw_timelines, pixels_of
-
     plans = dict(report.schedules)
     if report.recommended is not None and report.recommended not in plans.values():
         plans[f"recommended: {report.recommended.describe()}, K={report.recommended.accumulate}"] = (
             report.recommended
         )
     timelines = {name: plan.prediction.timeline for name, plan in plans.items()}
-    figure = draw_timelines(timelines, title="predicted memory over one step")
+    try:
+        figure = draw_timelines(timelines, title="predicted memory over one step")
+    except ImportError:  # matplotlib is an extra
+        return
     figure.savefig(folder / PICTURE, dpi=110)
     logger = TensorBoardLogger(folder)
     logger.log_pictures(0, {"memory/plan": pixels_of(figure)})
@@ -90,15 +87,10 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
     seed_all(config.seed)
     train = dataset_of("data.train", config.data.train)
     config = _with_channels(config, collate(config, [train[i] for i in range(min(2, len(train)))]))
-    batch = _labelled_batch(config, train)
     options = config.engine
-
-    def build() -> MultiTaskModel:
-        return build_model(config)[0]
-
     training = FakeTraining(
-        build,
-        batch,
+        lambda: build_model(config)[0],
+        _labelled_batch(config, train),
         build_optimizer=lambda model: build_optimizer(config, model),
         device=device,
         options=options,

@@ -1,4 +1,4 @@
-"""Pictures of dense tasks: input, prediction and label of a few samples, side by side."""
+"""Pictures of a training: input, prediction and label of dense tasks, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mtaccum.batch import Inputs, batch_size_of, get_field, take_samples, to_device
 from mtaccum.errors import BatchError
+from mtaccum.memory import PeakReport
+from mtaccum.memory.picture import draw_timelines, pixels_of
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.model.tree import named_errors
 from mtaccum.state import not_learning, random_state_kept
@@ -60,6 +62,20 @@ class Pictures:
         drawn = draw_pictures(model, self._batches, self._samples)
         for logger in takers if drawn else ():
             logger.log_pictures(step, {f"val/{name}": picture for name, picture in drawn.items()})
+
+
+def log_timeline(step: int, title: str, report: PeakReport, loggers: Sequence[Logger]) -> None:
+    """Give the loggers that take pictures one named ``memory/step`` of the step that was measured, if
+    matplotlib is installed."""
+    takers = _takers(loggers)
+    if not takers or not report.timeline:
+        return
+    try:
+        picture = pixels_of(draw_timelines({title: report.timeline}))
+    except ImportError:  # matplotlib is an extra
+        return
+    for logger in takers:
+        logger.log_pictures(step, {"memory/step": picture})
 
 
 def _takers(loggers: Sequence[Any]) -> list[Any]:
