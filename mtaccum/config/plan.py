@@ -13,9 +13,8 @@ from mtaccum.config.objects import build_model, collate
 from mtaccum.config.optimizer import build_optimizer
 from mtaccum.config.run import dataset_of, seed_all
 from mtaccum.config.schema import RunConfig
-from mtaccum.config.verify import windows_of
+from mtaccum.config.verify import most_labelled
 from mtaccum.data import MicroBatchSampler
-from mtaccum.engine import LabelCounts
 from mtaccum.errors import BudgetError, ConfigError
 from mtaccum.memory import FakeTraining, format_bytes
 from mtaccum.memory.picture import draw_timelines, pixels_of
@@ -135,17 +134,13 @@ def _labelled_batch(config: RunConfig, train: Any) -> Any:
     sampler = MicroBatchSampler(
         len(train), min(config.batch_size, len(train)), shuffle=config.data.shuffle, seed=config.seed
     )
-    tasks = build_model(config)[0].tasks_by_name()
-    most, best = 0, None
-    for indices in windows_of(sampler):
-        batch = collate(config, [train[i] for part in indices for i in part])
-        totals = LabelCounts.of(tasks, [batch]).totals
-        labelled = sum(total > 0 for total in totals.values())
-        if labelled > most:
-            most, best = labelled, batch
-        if labelled == len(totals):
-            break
-    if not most:
-        names = ", ".join(totals)
+    model = build_model(config)[0]
+    labelled, _, batches = most_labelled(
+        model.tasks_by_name(),
+        sampler,
+        lambda indices: [collate(config, [train[i] for part in indices for i in part])],
+    )
+    if not labelled:
+        names = ", ".join(model.enabled_tasks())
         raise ConfigError(f"no label of {names} was found in data.train; there is nothing to plan.")
-    return best
+    return batches[0]
