@@ -157,7 +157,9 @@ def _normalized(arguments: Sequence[str]) -> list[str]:
     So ``tasks=[...]`` is ``+tasks=[...]``, and an entry of an open part is set or added; whether it is valid
     is for the class to say that gets it.
     """
-    _check_config_dirs(arguments)
+    for _, folder in _config_dirs(arguments):
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: there is no folder {str(folder)!r} (from {Path.cwd()}).")
     result = []
     for argument in arguments:
         if _OPEN.match(argument):
@@ -181,12 +183,6 @@ def _config_dirs(arguments: Sequence[str]) -> list[tuple[int, Path]]:
             position = index if equals else index + 1
             found.append((position, Path(value if equals else [*arguments, ""][position])))
     return found
-
-
-def _check_config_dirs(arguments: Sequence[str]) -> None:
-    for _, folder in _config_dirs(arguments):
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir: there is no folder {str(folder)!r} (from {Path.cwd()}).")
 
 
 def _check_task_names(value: str, arguments: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ from mtaccum.config.checks import (
 )
 from mtaccum.config.objects import build_model, collate, collate_function, instantiate
 from mtaccum.config.optimizer import build_optimizer
-from mtaccum.config.resume import resume
+from mtaccum.config.saved import resume
 from mtaccum.config.schema import RunConfig
 from mtaccum.data import MicroBatchSampler
 from mtaccum.engine import Engine, LabelCounts
