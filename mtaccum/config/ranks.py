@@ -64,8 +64,8 @@ def one_voice() -> Iterator[None]:
     if first():
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    silence = warnings.catch_warnings(action="ignore")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), silence:
         yield
 
 

@@ -29,8 +29,7 @@ def compare_gradients(subject: Subject) -> Comparison:
     result = Comparison()
     model, batches = subject.comparable_model(), subject.fresh_window()
     alive = GraphsAlive(model, batches, subject.options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             with alive.counting():
                 subject.engine(model).accumulate(batches)

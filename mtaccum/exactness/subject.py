@@ -108,13 +108,8 @@ class Subject:
     @contextmanager
     def running(self, model: MultiTaskModel) -> Iterator[None]:
         """Around forwards of a copy without an engine: BatchNorm as an engine would have it, no warnings."""
-        with quiet(), normalising(model, self.options.batchnorm, self.counts.passes(model)):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            normalising(model, self.options.batchnorm, self.counts.passes(model)),
+        ):
             yield
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings: what is worth saying becomes a finding."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

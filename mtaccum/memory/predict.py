@@ -157,8 +157,8 @@ class FakeTraining:
         sizes = [batch_size_of(micro_batch) for micro_batch in real]
         labels = self._labels(real, options)
         chosen = representatives(labels, sizes)
-        with random_state_kept(), self.mode, warnings.catch_warnings(), explained(self.model):
-            warnings.simplefilter("ignore")  # they are for whoever runs it
+        silence = warnings.catch_warnings(action="ignore")  # they are for whoever runs it
+        with random_state_kept(), self.mode, silence, explained(self.model):
             batch = fake_nest(self.batch, self.mode)
             samples = batch_size_of(batch)
             parts = [take_micro_batch(batch, samples, accumulate, index) for index in chosen]
@@ -195,8 +195,8 @@ class FakeTraining:
         """The state that the optimizer has once all tasks have had labels."""
         engine = self._engine(self.options)
         labels = self._labels([self.batch], self.options)
-        with random_state_kept(), self.mode, NoRecurrence(), warnings.catch_warnings(), explained(self.model):
-            warnings.simplefilter("ignore")
+        silence = warnings.catch_warnings(action="ignore")
+        with random_state_kept(), self.mode, NoRecurrence(), silence, explained(self.model):
             engine.accumulate([fake_nest(self.batch, self.mode)], labels)
             learning = {id(p): p for p in self.model.parameters() if p.grad is not None}
             for name, total in labels.totals.items():
