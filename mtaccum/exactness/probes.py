@@ -56,12 +56,9 @@ class Outputs:
             if any(tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) for tensor in tensors):
                 self.single.append(name)
             return
-        if self._position < len(self._outputs):
-            before_name, before = self._outputs[self._position]
-            self._position += 1
-            if before_name != name or not same(tensors, before):
-                self.different.append(name)
-        else:
+        at, self._position = self._position, self._position + 1
+        before_name, before = self._outputs[at] if at < len(self._outputs) else ("", [])
+        if before_name != name or not same(tensors, before):
             self.different.append(name)
 
     @property
