@@ -66,11 +66,6 @@ class FlopTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.flops += flops_of(func, args, kwargs, result)
 
 
-def adamw(model: nn.Module) -> Optimizer:
-    """The optimizer that is assumed where none is given."""
-    return AdamW(model.parameters())
-
-
 class FakeTraining:
     """A model, its optimizer and a batch on fake tensors, on which steps are predicted.
 
@@ -100,7 +95,7 @@ class FakeTraining:
         options: StepOptions | None = None,
         copies: int = 0,
     ) -> None:
-        build_optimizer = build_optimizer or adamw
+        build_optimizer = build_optimizer or (lambda model: AdamW(model.parameters()))
         check_arguments(build_model, batch, build_optimizer)
         self.batch = batch
         self.device_type = torch.device(device).type
@@ -162,7 +157,9 @@ class FakeTraining:
             batch = fake_nest(self.batch, self.mode)
             samples = batch_size_of(batch)
             parts = [take_micro_batch(batch, samples, accumulate, index) for index in chosen]
-            lying = batch if self.device_type == "cpu" else self._by_itself(max(parts, key=batch_size_of))
+            lying = batch
+            if self.device_type != "cpu":  # a micro-batch with storages of its own
+                lying = map_tensors(max(parts, key=batch_size_of), torch.empty_like, strict=False)
             alive: list[Tensor | nn.Module] = [
                 self.model,
                 *(*self.copies, *state_tensors(self.optimizer), *tensors_of(lying, strict=False)),
@@ -186,10 +183,6 @@ class FakeTraining:
             round(sum(n * flops for n, flops in zip(chosen.values(), window.differences(), strict=True))),
             tracker.timeline if timeline else (),
         )
-
-    def _by_itself(self, micro_batch: Any) -> Any:
-        """A micro-batch with storages of its own, as a device has it."""
-        return map_tensors(micro_batch, torch.empty_like, strict=False)
 
     def _learn_once(self) -> None:
         """The state that the optimizer has once all tasks have had labels."""
