@@ -36,7 +36,7 @@ from mtaccum.config.ranks import (
 from mtaccum.config.schema import RunConfig, known_keys
 from mtaccum.errors import ConfigError, MtaccumError, unknown_name
 from mtaccum.parallel import launched
-from mtaccum.planning.overrides import quoted
+from mtaccum.planning.plan import quoted
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 _EXPLAINED = (MtaccumError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
