@@ -49,10 +49,7 @@ def launcher() -> list[str]:
 def let_others_speak(*, of_first: bool = False) -> None:
     """Under torchrun: wait a little before an error is told, since torchrun ends all ranks at the first one
     that fails. So what all have to say is said by rank 0 alone, and what one has to say comes before the
-    complaints of the others that it has gone.
-
-    Args:
-        of_first: whether rank 0 waits too.
+    complaints of the others that it has gone, for which rank 0 waits too (``of_first``).
     """
     if launched() and (of_first or not first()):
         time.sleep(PATIENCE_S)

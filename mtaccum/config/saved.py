@@ -86,11 +86,8 @@ def _flat(values: Any, above: str = "") -> dict[str, Any]:
 
 
 def _check_same_training(config: RunConfig, saved: Path, ranks: tuple[int, int]) -> None:
-    """Settings that a resumed training would ignore, or that would change which samples are left.
-
-    Args:
-        ranks: how many there were, and how many there are.
-    """
+    """Refuse settings that a resumed training would ignore, or that would change which samples are left, on
+    as many ranks as there were and are."""
     if not saved.is_file():
         return
     before, now = (

@@ -14,11 +14,7 @@ from mtaccum.model.tree import MultiTaskModel
 
 
 def check_fit(model: MultiTaskModel, options: StepOptions, scaler: Any = None) -> None:
-    """Refuse options that a model can't be trained with.
-
-    Raises:
-        ConfigError: names what they concern.
-    """
+    """Refuse options that a model can't be trained with."""
     for name in (*chain.from_iterable(options.head_groups), *options.chunks):
         if name not in model.tasks:
             raise ConfigError(unknown_name("task in head_groups or chunks:", name, model.tasks))
@@ -41,11 +37,7 @@ def check_fit(model: MultiTaskModel, options: StepOptions, scaler: Any = None) -
 
 
 def check_coupling(model: MultiTaskModel, options: StepOptions) -> None:
-    """Refuse chunks of heads that normalise by what they see; it may change between steps.
-
-    Raises:
-        ConfigError: names the layers.
-    """
+    """Refuse chunks of heads that normalise by what they see; it may change between steps."""
     for name in () if options.batchnorm == "freeze" else options.chunked:
         if layers := batch_normalised(model.task(name).head, prefix=name):
             raise ConfigError(

@@ -39,11 +39,7 @@ LEVERS: Sequence[type[Lever]] = [Norms, Compiled, Recompute, Offload]
 
 
 class Levers:
-    """All of them, for one model and its options.
-
-    Raises:
-        ConfigError: as the levers.
-    """
+    """All of them, for one model and its options."""
 
     def __init__(self, model: MultiTaskModel, options: StepOptions) -> None:
         self._levers = [lever(model, options) for lever in LEVERS]
@@ -57,6 +53,5 @@ class Levers:
             yield
 
     def ran(self, counts: WindowCounts) -> None:
-        """A window has run."""
         for lever in self._levers:
             lever.ran(counts)

@@ -127,11 +127,7 @@ class Notices:
 
 
 def unreached_parameters(model: MultiTaskModel, totals: Mapping[str, float]) -> list[str]:
-    """Trainable parameters without a gradient after a window, in nodes that were to learn from it.
-
-    Args:
-        totals: label counts of the window by task.
-    """
+    """Trainable parameters without a gradient after a window, in nodes that were to learn from it."""
     tasks = {name: model.task(name).mode for name, total in totals.items() if total > 0}
     learning = [
         model.prefix(node)

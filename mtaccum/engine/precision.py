@@ -50,10 +50,6 @@ def new_scaler(device: torch.device, *, steps: bool, backward: Backward) -> Any:
 class Precision:
     """How an engine's forwards are cast, and its losses scaled.
 
-    Args:
-        name: ``fp32``: the parameters' own type; ``bf16``, ``fp16``: autocast to it.
-        scaler: a ``torch.amp.GradScaler`` or None.
-
     Raises:
         ConfigError: a scaler that isn't one.
     """

@@ -68,11 +68,7 @@ class LossLog:
         self._sums[name] = (self._sums[name][0] + weighted if name in self._sums else weighted), value.dtype
 
     def result(self, ranks: Ranks, device: torch.device) -> StepResult:
-        """The means over the window, on all ranks together.
-
-        Args:
-            device: where losses lie.
-        """
+        """The means over the window, on all ranks together."""
         totals = self._counts.totals
         sums = ranks.sum_losses(self._sums, device)
         means = {

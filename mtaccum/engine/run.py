@@ -51,11 +51,7 @@ class WindowRun:
         return LabelCounts.of(self.model.tasks_by_name(), window, self.options.chunked)
 
     def gradient(self, window: Sequence[Any], labels: LabelCounts | None) -> StepResult:
-        """Compute a window's gradient, into ``.grad`` that are all None.
-
-        Args:
-            labels: None: they are counted here.
-        """
+        """Compute a window's gradient, into ``.grad`` that are all None. Labels are counted if not given."""
         if torch.is_inference_mode_enabled():
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)

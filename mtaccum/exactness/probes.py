@@ -49,7 +49,6 @@ class Outputs:
         self._position = 0
 
     def left(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        """As ``observed`` calls it."""
         tensors = [tensor.detach() for tensor in tensors_of(output, strict=False)]
         if self._position is None:
             self._outputs.append((name, [tensor.clone() for tensor in tensors]))
@@ -152,11 +151,9 @@ class DynamicShapes(OperationObserver):  # type: ignore[no-untyped-call]
         self._stack: list[str] = []
 
     def entered(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """As ``observed`` calls it."""
         self._stack.append(name)
 
     def left(self, _name: str, _module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        """As ``observed`` calls it."""
         self._stack.pop()
 
     @property
@@ -176,11 +173,7 @@ class DynamicShapes(OperationObserver):  # type: ignore[no-untyped-call]
 
 
 class DrawingHeads:
-    """Finds heads that draw random numbers.
-
-    Attributes:
-        found: their tasks' names.
-    """
+    """Finds the tasks whose heads draw random numbers."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()

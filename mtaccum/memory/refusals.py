@@ -89,11 +89,7 @@ def check_model(model: Any) -> None:
 
 
 class NoRecurrence(TorchFunctionMode):
-    """Refuses recurrent layers that are no modules: ``torch.lstm``, ``torch.gru_cell`` and so on.
-
-    Raises:
-        PredictionError: when one of these functions is called.
-    """
+    """Refuses recurrent layers that are no modules: ``torch.lstm``, ``torch.gru_cell`` and so on."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RECURRENT:

@@ -61,11 +61,7 @@ class Facts:
         return EXACT, ""
 
     def notes(self, ops: Collection[str]) -> list[str]:
-        """What is not in the plans, and what may make the truth on a CUDA card differ.
-
-        Args:
-            ops: names of the operations of a step.
-        """
+        """What is not in the plans, and what may make the truth on a CUDA card differ (the ops of a step)."""
         notes = [
             f"no label of {name} was found, so it is not planned for"
             for name in self._model.enabled_tasks()

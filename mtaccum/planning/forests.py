@@ -31,11 +31,7 @@ class Forests:
         self.micro_batches = [*(2**n for n in range(samples.bit_length()) if 2**n < samples), samples]
 
     def of(self, micro_batches: int, heads: Heads) -> Branch:
-        """All nodes that run, as one branch.
-
-        Args:
-            heads: those that may be run in chunks.
-        """
+        """All nodes that run, as one branch, with the heads that may be run in chunks."""
         key = (micro_batches, heads)
         if key not in self._made:
             size = -(-self._samples // micro_batches)

@@ -203,7 +203,6 @@ class _Planner:
         return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
 
     def notes(self) -> list[str]:
-        """What is not in the plans, and what may make the truth on a CUDA card differ."""
         return self._facts.notes(self._profile.ops)
 
     def _spare_idle_tasks(self, exactness: int) -> None:

@@ -28,11 +28,7 @@ _OFF = "trainer.pictures=0 leaves all pictures out"
 
 
 class Pictures:
-    """The first validation samples, and their pictures for the loggers that take some.
-
-    Args:
-        samples: how many; 0: none.
-    """
+    """The first validation samples, and their pictures for the loggers that take some."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -51,11 +47,7 @@ class Pictures:
         self._batches = self._batches or kept
 
     def log(self, step: int, model: MultiTaskModel, loggers: Sequence[Logger]) -> None:
-        """Give the loggers that take pictures one for each dense task, named ``val/TASK``.
-
-        Raises:
-            TaskError: as ``draw_pictures``.
-        """
+        """Give the loggers that take pictures one for each dense task, named ``val/TASK``."""
         takers = _takers(loggers)
         if not takers or not self._batches:
             return
