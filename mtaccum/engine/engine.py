@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mtaccum.engine.checks import check_hooks, check_model, check_nothing_for_step, check_optimizer
-from mtaccum.engine.fit import check_fit
+from mtaccum.engine.checks import (
+    check_fit,
+    check_hooks,
+    check_model,
+    check_nothing_for_step,
+    check_optimizer,
+)
 from mtaccum.engine.gradients import drop_gradients, gradients_set_aside
 from mtaccum.engine.label_counts import LabelCounts
 from mtaccum.engine.nonfinite import BAD_HOOK, SkippedSteps, all_finite, describe_gradients

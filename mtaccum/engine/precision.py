@@ -74,13 +74,7 @@ class Precision:
 
     def scaled(self, backward: Backward) -> Backward:
         """``backward`` with the loss scaled first."""
-        if not self.scales:
-            return backward
-
-        def scale_and_run(loss: Tensor) -> None:
-            backward(self._scale(loss))
-
-        return scale_and_run
+        return (lambda loss: backward(self._scale(loss))) if self.scales else backward
 
     def _scale(self, loss: Tensor) -> Tensor:
         self._has_scaled = True

@@ -63,10 +63,6 @@ def recomputed(
                 return function(*args, **kwargs)
 
         replay = Replay()
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return replay.first(module), _Again(replay, told)
-
         # Not stopped early, at the last tensor that is to be kept: RReLU fills in its tensor after that.
         output = checkpoint(
             once,
@@ -74,7 +70,7 @@ def recomputed(
             use_reentrant=False,
             preserve_rng_state=False,
             early_stop=False,
-            context_fn=contexts,
+            context_fn=lambda: (replay.first(module), _Again(replay, told)),
         )
         told.ends(entry)
         return output

@@ -10,7 +10,7 @@ import torch
 
 from mtaccum.batch import to_device
 from mtaccum.engine.binding import Binding
-from mtaccum.engine.fit import check_coupling
+from mtaccum.engine.checks import check_coupling
 from mtaccum.engine.label_counts import LabelCounts
 from mtaccum.engine.levers import Levers
 from mtaccum.engine.nonfinite import NonfiniteSearch
