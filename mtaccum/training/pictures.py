@@ -18,6 +18,7 @@ from mtaccum.model.tree import named_errors
 from mtaccum.state import not_learning, random_state_kept
 from mtaccum.structure import map_tensors
 from mtaccum.tasks import Task
+from mtaccum.tasks.colours import finite_limits
 from mtaccum.training.loggers import Logger
 
 GAP = 4
@@ -163,9 +164,7 @@ def _as_image(inputs: Any) -> Tensor | None:
     if inputs.is_complex() or inputs.numel() == 0:
         return None
     values = inputs.float()
-    finite = values.isfinite()
-    low = torch.where(finite, values, torch.inf).amin(dim=(1, 2, 3), keepdim=True)
-    high = torch.where(finite, values, -torch.inf).amax(dim=(1, 2, 3), keepdim=True)
+    low, high = finite_limits(values)
     span = (high - low).clamp_min(torch.finfo(values.dtype).tiny)
     return ((values - low) / span).expand(-1, 3, -1, -1)
 
