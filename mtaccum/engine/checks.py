@@ -17,13 +17,6 @@ from mtaccum.parallel import wrapper_of
 from mtaccum.torch_internals import has_whole_gradient_hooks
 
 
-def check_nothing_for_step(**given: Any) -> None:
-    """Refuse arguments that only ``step`` heeds, where there is no optimizer to step."""
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(f"{name} belongs to step(), but this engine has no optimizer.")
-
-
 def check_model(model: Any) -> None:
     """Refuse anything but a MultiTaskModel free of parallel wrappers.
 
