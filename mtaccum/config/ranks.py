@@ -77,11 +77,7 @@ def without_folder(arguments: Sequence[str]) -> list[str]:
 
 
 def check_launch(arguments: Sequence[str], *, trains: bool) -> None:
-    """Refuse what makes no sense in several processes.
-
-    Raises:
-        ConfigError: another command than the training, or several trainings.
-    """
+    """Refuse what makes no sense in several processes: other commands than the training, or several ones."""
     if not launched():
         return
     if not trains:

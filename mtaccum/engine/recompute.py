@@ -82,14 +82,10 @@ _PLACE = torch.empty(0)  # stands where a tensor stood
 
 
 class SegmentRuns:
-    """Which segments ran, and on what, in the node that is running.
-
-    Attributes:
-        ran: names of the segments that have run.
-    """
+    """Which segments ran, and on what, in the node that is running."""
 
     def __init__(self) -> None:
-        self.ran: set[str] = set()
+        self.ran: set[str] = set()  # names of all that have
         self._runs: list[_Run] = []
         self._repeats = 0
 

@@ -41,15 +41,11 @@ class StepResult:
 
 
 class LossLog:
-    """Adds up each task's loss over a window, without a graph and without waiting for the device.
-
-    Attributes:
-        micro_batch: index of the one that runs.
-    """
+    """Adds up each task's loss over a window, without a graph and without waiting for the device."""
 
     def __init__(self, counts: WindowCounts) -> None:
         self._counts = counts
-        self.micro_batch = 0
+        self.micro_batch = 0  # index of the one that runs
         self._sums: dict[str, tuple[Tensor, torch.dtype]] = {}
 
     def add(self, task: str, loss: Loss, total: Tensor, chunk: int | None = None) -> None:

@@ -27,11 +27,7 @@ from mtaccum.state import Snapshot, keeping_buffers
 
 
 class WindowRun:
-    """Runs windows forwards and backwards, one graph at a time. Arguments as in ``Engine``.
-
-    Raises:
-        ConfigError: segments to recompute that aren't there, or options that ``torch.compile`` doesn't take.
-    """
+    """Runs windows forwards and backwards, one graph at a time. Arguments as in ``Engine``."""
 
     def __init__(
         self,

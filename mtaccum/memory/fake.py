@@ -36,11 +36,7 @@ def build_empty(build: Callable[[], M]) -> M:
 
 class Faking:
     """Makes fake tensors on the CPU like given ones, inside of a FakeTensorMode. What shares memory does so
-    again, and views of something larger keep all of it.
-
-    Raises:
-        PredictionError: (when called) a sparse tensor.
-    """
+    again, and views of something larger keep all of it."""
 
     def __init__(self) -> None:
         # with the real one, whose address must stay taken

@@ -24,12 +24,7 @@ _BUILD_OPTIMIZER = "such as lambda model: torch.optim.AdamW(model.parameters(), 
 
 
 def check_arguments(build_model: Any, batch: Any, build_optimizer: Any) -> None:
-    """Refuse what isn't what a prediction takes.
-
-    Raises:
-        ConfigError: no functions.
-        BatchError: a batch without values.
-    """
+    """Refuse what isn't what a prediction takes: functions, and a batch with values."""
     if isinstance(build_model, nn.Module) or not callable(build_model):
         raise ConfigError(
             f"build_model must be a function that returns a MultiTaskModel, got {describe(build_model)}. "

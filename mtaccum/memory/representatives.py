@@ -11,11 +11,7 @@ from mtaccum.engine import LabelCounts
 
 def representatives(labels: LabelCounts, sizes: Sequence[int]) -> dict[int, float]:
     """The micro-batches that tell of all, three of each kind, with how many each stands for. The second finds
-    the gradients of the first one, and the last those of all.
-
-    Args:
-        sizes: samples of each micro-batch.
-    """
+    the gradients of the first one, and the last those of all. The kind includes the size in samples."""
     of_kind: dict[Any, list[int]] = {}
     for index, size in enumerate(sizes):
         of_kind.setdefault((size, labels.active_in(index)), []).append(index)

@@ -18,9 +18,6 @@ _MOST_CHUNKS = 64  # of a head's micro-batch: with more of them a step takes lon
 class Forests:
     """Made of one profiled step, each when it is first asked for.
 
-    Args:
-        samples: in the profiled batch.
-
     Attributes:
         micro_batches: into how many the batch may be cut: 1, 2, 4, ... and as many as there are samples.
     """
