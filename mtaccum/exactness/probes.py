@@ -172,26 +172,22 @@ class DynamicShapes(OperationObserver):  # type: ignore[no-untyped-call]
         return super().run(func, args, kwargs)
 
 
-class DrawingHeads:
-    """Finds the tasks whose heads draw random numbers."""
+@contextmanager
+def drawing_heads(model: MultiTaskModel, names: Iterable[str]) -> Iterator[set[str]]:
+    """The tasks among these whose heads draw random numbers where they run inside."""
+    found: set[str] = set()
+    before = RandomState()
 
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-        self._before = RandomState()
+    def entered(*_: Any) -> None:
+        nonlocal before
+        before = RandomState()
 
-    @contextmanager
-    def looking(self, model: MultiTaskModel, names: Iterable[str]) -> Iterator[None]:
-        """Look at the forwards of these tasks that run inside."""
-        tasks: dict[nn.Module, str] = {model.task(name): name for name in names}
-        with observed(tasks, entered=self._entered, left=self._left):
-            yield
+    def left(name: str, *_: Any) -> None:
+        if not before.is_current():
+            found.add(name)
 
-    def _entered(self, _name: str, _task: nn.Module, _args: Any, _kwargs: Any) -> None:
-        self._before = RandomState()
-
-    def _left(self, name: str, _task: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        if not self._before.is_current():
-            self.found.add(name)
+    with observed({model.task(name): name for name in names}, entered=entered, left=left):
+        yield found
 
 
 class GraphsAlive:
