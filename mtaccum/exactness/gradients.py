@@ -33,11 +33,9 @@ def compare_gradients(subject: Subject) -> Comparison:
         try:
             with alive.counting():
                 subject.engine(model).accumulate(batches)
-        except InplaceError as error:
-            result.findings.append(Finding("in-place", subject.options.schedule, str(error)))
-            return result
         except (TaskError, FeatureError) as error:
-            result.findings.append(Finding("failure", subject.options.schedule, str(error)))
+            kind = "in-place" if isinstance(error, InplaceError) else "failure"
+            result.findings.append(Finding(kind, subject.options.schedule, str(error)))
             return result
     for text in (str(warning.message) for warning in caught):
         if text.startswith("recompute:") or "is frozen" in text:

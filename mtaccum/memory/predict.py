@@ -22,8 +22,7 @@ from mtaccum.memory.kernels import CpuKernels
 from mtaccum.memory.labels import labelling, state_tensors
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
 from mtaccum.memory.refusals import NoRecurrence, check_arguments, check_model, check_optimizer, explained
-from mtaccum.memory.representatives import NotingWindow, representatives
-from mtaccum.memory.substitutes import NoScaler, as_on_cuda, offloading
+from mtaccum.memory.substitutes import NoScaler, NotingWindow, as_on_cuda, offloading, representatives
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.state import random_state_kept
