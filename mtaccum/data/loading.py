@@ -124,8 +124,13 @@ def loaded(loader: Iterable[T]) -> Iterator[T]:
         BatchError: a sample couldn't be loaded, or samples don't fit into one batch.
     """
     batches = iter(loader)
-    with batch_errors():
-        yield from batches
+    while True:
+        with batch_errors():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 @contextmanager
