@@ -1,16 +1,10 @@
 """mtaccum: train many heads on one trunk with the memory of the trunk plus one head."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from mtaccum.batch import register_split, split_batch, windows
-from mtaccum.engine import (
-    Engine,
-    LabelCounts,
-    StepOptions,
-    StepResult,
-    sequential_backward,
-    split_backward,
-)
+from mtaccum.engine import Engine, LabelCounts, StepOptions, StepResult, sequential_backward, split_backward
 from mtaccum.errors import (
     BatchError,
     BudgetError,
@@ -77,29 +71,20 @@ __all__ = [
 ]
 
 
+# On first use: loading needs hydra, evaluation rich, planning fake tensors, a loop of your own none.
+_LATER = {
+    "check_exactness": "mtaccum.exactness",
+    "evaluate": "mtaccum.training",
+    "find_plan": "mtaccum.planning",
+    "load": "mtaccum.config",
+    "reduce_gradients": "mtaccum.parallel",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # On first use: loading needs hydra, evaluation rich, planning fake tensors, a loop of your own none.
-    if name == "check_exactness":
-        from mtaccum.exactness import check_exactness
-
-        return check_exactness
-    if name == "reduce_gradients":
-        from mtaccum.parallel import reduce_gradients
-
-        return reduce_gradients
-    if name == "find_plan":
-        from mtaccum.planning import find_plan
-
-        return find_plan
-    if name == "load":
-        from mtaccum.config import load
-
-        return load
-    if name == "evaluate":
-        from mtaccum.training import evaluate
-
-        return evaluate
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -75,9 +75,9 @@ def batch_size_of(batch: Any) -> int:
     if isinstance(batch, Sized) and not isinstance(batch, Tensor) and len(batch) == 0:
         return 0
     fields = list(batch) if isinstance(batch, tuple) or _is_field_list(batch) else [batch]
-    for count in (_objects_in, _first_dimension, _first_list_length):
+    for count in (_objects, _dimension, _list_length):
         for field in fields:
-            if (size := count(field)) is not None:
+            if (size := _first(field, count)) is not None:
                 return size
     if isinstance(batch, Sized) and unpacker(batch) is None:
         return len(batch)
@@ -88,37 +88,36 @@ def batch_size_of(batch: Any) -> int:
 
 
 def _is_field_list(batch: Any) -> bool:
-    if not isinstance(batch, list) or not batch:
-        return False
-    return not all(_is_object(entry) for entry in batch)
+    return isinstance(batch, list) and not all(map(_is_object, batch))
 
 
-def _objects_in(nest: Any) -> int | None:
-    """Length of the first list or tuple of one object (a dict) per sample, as detection targets are."""
-    if isinstance(nest, list | tuple) and nest and all(_is_object(entry) for entry in nest):
-        return len(nest)
-    return next((n for part in _parts(nest) if (n := _objects_in(part)) is not None), None)
+def _first(nest: Any, count: Callable[[Any], int | None]) -> int | None:
+    """The first number that ``count`` finds in a nest and its parts."""
+    if (found := count(nest)) is not None:
+        return found
+    return next((n for part in _parts(nest) if (n := _first(part, count)) is not None), None)
+
+
+def _objects(nest: Any) -> int | None:
+    """Length of a list or tuple of one object (a dict) per sample, as detection targets are."""
+    found = isinstance(nest, list | tuple) and nest and all(map(_is_object, nest))
+    return len(nest) if found else None
 
 
 def _is_object(entry: Any) -> bool:
     return isinstance(entry, Mapping) or (dataclasses.is_dataclass(entry) and not isinstance(entry, type))
 
 
-def _first_dimension(nest: Any) -> int | None:
-    """First dimension of the first batched tensor; lists are samples, so tensors in them are not."""
-    if isinstance(nest, Tensor):
-        return int(nest.shape[0]) if nest.dim() else None
-    parts = _parts(nest)
-    return next((n for part in parts if (n := _first_dimension(part)) is not None), None)
+def _dimension(nest: Any) -> int | None:
+    return int(nest.shape[0]) if isinstance(nest, Tensor) and nest.dim() else None
 
 
-def _first_list_length(nest: Any) -> int | None:
-    if isinstance(nest, list):
-        return len(nest)
-    return next((n for part in _parts(nest) if (n := _first_list_length(part)) is not None), None)
+def _list_length(nest: Any) -> int | None:
+    return len(nest) if isinstance(nest, list) else None
 
 
 def _parts(nest: Any) -> list[Any]:
+    """What a nest consists of; nothing for a list, which holds samples: a tensor in it has no batch."""
     handler = unpacker(nest)
     return [] if handler is None or isinstance(nest, list) else list(handler[0](nest))
 

@@ -17,7 +17,6 @@ def plan(config: RunConfig) -> int:
 
 
 def main() -> None:
-    """The command."""
     sys.exit(run_command("train", plan, sys.argv[1:]))
 
 

@@ -45,7 +45,6 @@ def train(config: RunConfig) -> int:
 
 
 def main() -> None:
-    """The command."""
     sys.exit(run_command("train", train, sys.argv[1:], trains=True))
 
 

@@ -15,7 +15,6 @@ def verify(config: RunConfig) -> int:
 
 
 def main() -> None:
-    """The command."""
     sys.exit(run_command("train", verify, sys.argv[1:]))
 
 

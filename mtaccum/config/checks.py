@@ -33,11 +33,7 @@ def import_plugins(modules: list[str]) -> None:
 
 
 def find_device(name: str) -> torch.device:
-    """``auto`` is CUDA, then Apple's MPS, then the CPU.
-
-    Raises:
-        ConfigError: no such device, or not on this machine.
-    """
+    """The device of that name, if it is on this machine; ``auto`` is CUDA, then Apple's MPS, then the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

@@ -21,22 +21,11 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mtaccum.config.ranks import (
-    check_launch,
-    first,
-    launcher,
-    leave,
-    let_others_speak,
-    on_ranks,
-    one_voice,
-    rank_name,
-    report_unexplained,
-    without_folder,
-)
+from mtaccum.config import ranks
 from mtaccum.config.schema import RunConfig, known_keys
 from mtaccum.errors import ConfigError, MtaccumError, unknown_name
 from mtaccum.parallel import launched
-from mtaccum.planning.overrides import quoted
+from mtaccum.planning.plan import quoted
 
 INTERRUPTED = 130  # what shells report for a process ended by Ctrl-C
 _EXPLAINED = (MtaccumError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
@@ -52,11 +41,7 @@ def config_dir() -> Path:
 
 
 def run_command(
-    config_name: str,
-    function: Callable[[RunConfig], int],
-    arguments: Sequence[str],
-    *,
-    trains: bool = False,
+    config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str], *, trains: bool = False
 ) -> int:
     """Compose ``config_name`` with the overrides in ``arguments``, and call ``function`` with the result.
 
@@ -69,12 +54,12 @@ def run_command(
         The exit code; 2 after an error that was explained on standard error.
     """
     try:
-        check_launch(arguments, trains=trains)
+        ranks.check_launch(arguments, trains=trains)
     except ConfigError as error:
-        return leave(_report(error, arguments))
-    with one_voice():
-        code = _run(config_name, function, without_folder(arguments))
-    return leave(code)
+        return ranks.leave(_report(error, arguments))
+    with ranks.one_voice():
+        code = _run(config_name, function, ranks.without_folder(arguments))
+    return ranks.leave(code)
 
 
 def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequence[str]) -> int:
@@ -86,7 +71,7 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
         if launched() and folder != Path.cwd():
             _remove_if_empty(folder)  # torchrun may end this process at any time; the run makes it again
         try:
-            with on_ranks(RunConfig.read(_plain(values))) as config:
+            with ranks.on_ranks(RunConfig.read(_plain(values))) as config:
                 codes.append(function(config))
         except _EXPLAINED as error:
             if full_error:
@@ -95,10 +80,10 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
         except Exception as error:
             if full_error or not launched():
                 raise
-            raise SystemExit(report_unexplained(error)) from error
+            raise SystemExit(ranks.report_unexplained(error)) from error
         finally:
             logging.getLogger("mtaccum").propagate = True
-            if first():
+            if ranks.first():
                 _remove_if_empty(folder)
 
     before, argv = os.environ.get("HYDRA_FULL_ERROR"), sys.argv
@@ -114,7 +99,7 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
     except SystemExit as end:  # also Hydra's own, after --help say
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        if first():
+        if ranks.first():
             print("interrupted", file=sys.stderr)
         return INTERRUPTED
     finally:
@@ -126,8 +111,8 @@ def _run(config_name: str, function: Callable[[RunConfig], int], arguments: Sequ
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:
-    let_others_speak()
-    print(f"{rank_name()}error: {_explain(error, arguments)}", file=sys.stderr)
+    ranks.let_others_speak()
+    print(f"{ranks.rank_name()}error: {_explain(error, arguments)}", file=sys.stderr)
     return 2
 
 
@@ -139,7 +124,7 @@ def resume_command(config_name: str, arguments: Sequence[str], folder: str) -> s
     kept = [a for a in arguments if not a.lstrip("+").startswith(("resume=", "hydra.run.dir="))]
     return shlex.join(
         [
-            *(*launcher(), "-m", f"mtaccum.{config_name}", *kept),
+            *(*ranks.launcher(), "-m", f"mtaccum.{config_name}", *kept),
             *(f"resume={quoted(folder)}", f"hydra.run.dir={quoted(folder)}"),
         ]
     )
@@ -161,7 +146,9 @@ def _normalized(arguments: Sequence[str]) -> list[str]:
     So ``tasks=[...]`` is ``+tasks=[...]``, and an entry of an open part is set or added; whether it is valid
     is for the class to say that gets it.
     """
-    _check_config_dirs(arguments)
+    for _, folder in _config_dirs(arguments):
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir: there is no folder {str(folder)!r} (from {Path.cwd()}).")
     result = []
     for argument in arguments:
         if _OPEN.match(argument):
@@ -185,12 +172,6 @@ def _config_dirs(arguments: Sequence[str]) -> list[tuple[int, Path]]:
             position = index if equals else index + 1
             found.append((position, Path(value if equals else [*arguments, ""][position])))
     return found
-
-
-def _check_config_dirs(arguments: Sequence[str]) -> None:
-    for _, folder in _config_dirs(arguments):
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir: there is no folder {str(folder)!r} (from {Path.cwd()}).")
 
 
 def _check_task_names(value: str, arguments: Sequence[str]) -> None:

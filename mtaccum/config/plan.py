@@ -13,13 +13,12 @@ from mtaccum.config.objects import build_model, collate
 from mtaccum.config.optimizer import build_optimizer
 from mtaccum.config.run import dataset_of, seed_all
 from mtaccum.config.schema import RunConfig
-from mtaccum.config.verify import windows_of
+from mtaccum.config.verify import most_labelled
 from mtaccum.data import MicroBatchSampler
-from mtaccum.engine import LabelCounts
 from mtaccum.errors import BudgetError, ConfigError
 from mtaccum.memory import FakeTraining, format_bytes
+from mtaccum.memory.picture import draw_timelines, pixels_of
 from mtaccum.memory.predict import predict_evaluation
-from mtaccum.model import MultiTaskModel
 from mtaccum.planning import PLANNED, PlanReport, budget_of, plan_training
 from mtaccum.structure import map_tensors
 from mtaccum.training import TensorBoardLogger, write_text
@@ -64,19 +63,16 @@ def save_plan(report: PlanReport, folder: Path) -> None:
     recommended plan's memory over a step, as ``plan.png`` and for TensorBoard."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / PLAN, json.dumps(report.as_dict(), indent=2) + "\n")
-    try:
-        import matplotlib  # noqa: F401 (an extra, and slow to import)
-    except ImportError:
-        return
-    from mtaccum.memory.picture import draw_timelines, pixels_of
-
     plans = dict(report.schedules)
     if report.recommended is not None and report.recommended not in plans.values():
         plans[f"recommended: {report.recommended.describe()}, K={report.recommended.accumulate}"] = (
             report.recommended
         )
     timelines = {name: plan.prediction.timeline for name, plan in plans.items()}
-    figure = draw_timelines(timelines, title="predicted memory over one step")
+    try:
+        figure = draw_timelines(timelines, title="predicted memory over one step")
+    except ImportError:  # matplotlib is an extra
+        return
     figure.savefig(folder / PICTURE, dpi=110)
     logger = TensorBoardLogger(folder)
     logger.log_pictures(0, {"memory/plan": pixels_of(figure)})
@@ -90,15 +86,10 @@ def fake_training(config: RunConfig, device: str) -> tuple[FakeTraining, list[st
     seed_all(config.seed)
     train = dataset_of("data.train", config.data.train)
     config = _with_channels(config, collate(config, [train[i] for i in range(min(2, len(train)))]))
-    batch = _labelled_batch(config, train)
     options = config.engine
-
-    def build() -> MultiTaskModel:
-        return build_model(config)[0]
-
     training = FakeTraining(
-        build,
-        batch,
+        lambda: build_model(config)[0],
+        _labelled_batch(config, train),
         build_optimizer=lambda model: build_optimizer(config, model),
         device=device,
         options=options,
@@ -143,17 +134,13 @@ def _labelled_batch(config: RunConfig, train: Any) -> Any:
     sampler = MicroBatchSampler(
         len(train), min(config.batch_size, len(train)), shuffle=config.data.shuffle, seed=config.seed
     )
-    tasks = build_model(config)[0].tasks_by_name()
-    most, best = 0, None
-    for indices in windows_of(sampler):
-        batch = collate(config, [train[i] for part in indices for i in part])
-        totals = LabelCounts.of(tasks, [batch]).totals
-        labelled = sum(total > 0 for total in totals.values())
-        if labelled > most:
-            most, best = labelled, batch
-        if labelled == len(totals):
-            break
-    if not most:
-        names = ", ".join(totals)
+    model = build_model(config)[0]
+    labelled, _, batches = most_labelled(
+        model.tasks_by_name(),
+        sampler,
+        lambda indices: [collate(config, [train[i] for part in indices for i in part])],
+    )
+    if not labelled:
+        names = ", ".join(model.enabled_tasks())
         raise ConfigError(f"no label of {names} was found in data.train; there is nothing to plan.")
-    return best
+    return batches[0]

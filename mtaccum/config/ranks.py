@@ -49,10 +49,7 @@ def launcher() -> list[str]:
 def let_others_speak(*, of_first: bool = False) -> None:
     """Under torchrun: wait a little before an error is told, since torchrun ends all ranks at the first one
     that fails. So what all have to say is said by rank 0 alone, and what one has to say comes before the
-    complaints of the others that it has gone.
-
-    Args:
-        of_first: whether rank 0 waits too.
+    complaints of the others that it has gone, for which rank 0 waits too (``of_first``).
     """
     if launched() and (of_first or not first()):
         time.sleep(PATIENCE_S)
@@ -64,8 +61,8 @@ def one_voice() -> Iterator[None]:
     if first():
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    silence = warnings.catch_warnings(action="ignore")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), silence:
         yield
 
 
@@ -80,11 +77,7 @@ def without_folder(arguments: Sequence[str]) -> list[str]:
 
 
 def check_launch(arguments: Sequence[str], *, trains: bool) -> None:
-    """Refuse what makes no sense in several processes.
-
-    Raises:
-        ConfigError: another command than the training, or several trainings.
-    """
+    """Refuse what makes no sense in several processes: other commands than the training, or several ones."""
     if not launched():
         return
     if not trains:

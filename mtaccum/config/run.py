@@ -25,7 +25,7 @@ from mtaccum.config.checks import (
 )
 from mtaccum.config.objects import build_model, collate, collate_function, instantiate
 from mtaccum.config.optimizer import build_optimizer
-from mtaccum.config.resume import resume
+from mtaccum.config.saved import resume
 from mtaccum.config.schema import RunConfig
 from mtaccum.data import MicroBatchSampler
 from mtaccum.engine import Engine, LabelCounts
@@ -227,12 +227,6 @@ def _settings(config: RunConfig, model: MultiTaskModel, sampler: MicroBatchSampl
         raise ConfigError(f"trainer.mode: say min or max, {trainer.monitor} doesn't tell which is better.")
     return TrainerSettings(
         total_steps=trainer.max_steps or (trainer.epochs or 0) * sampler.batches,
-        log_every=trainer.log_every,
-        eval_every=trainer.eval_every,
-        checkpoint_every=trainer.checkpoint_every,
-        monitor=trainer.monitor,
         maximize=maximize,
-        patience=trainer.patience,
-        ema_decay=trainer.ema_decay,
-        pictures=trainer.pictures,
+        **trainer.model_dump(exclude={"max_steps", "epochs", "mode"}),
     )

@@ -182,10 +182,7 @@ class RunConfig(_Section):
     def _one_k(self) -> Self:
         if self.accumulate is not None and self.micro_batch_size is not None:
             raise ValueError("give accumulate or micro_batch_size, not both: each follows from the other")
-        for name, value in (
-            ("accumulate", self.accumulate),
-            ("micro_batch_size", self.micro_batch_size),
-        ):
+        for name, value in (("accumulate", self.accumulate), ("micro_batch_size", self.micro_batch_size)):
             if value is not None and value > self.batch_size:
                 raise ValueError(
                     f"{name}={value} is more than the {self.batch_size} samples of a batch (batch_size)"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
+from mtaccum.batch import windows
 from mtaccum.config.objects import collate
 from mtaccum.config.run import prepare
 from mtaccum.config.schema import RunConfig
@@ -14,6 +16,7 @@ from mtaccum.engine import LabelCounts
 from mtaccum.exactness import ExactnessReport, check_exactness
 from mtaccum.exactness.report import Finding
 from mtaccum.model import MultiTaskModel
+from mtaccum.tasks import Task
 
 _SEARCHED_WINDOWS = 20
 
@@ -48,30 +51,37 @@ def _window(
     config: RunConfig, model: MultiTaskModel, sampler: MicroBatchSampler, dataset: Any
 ) -> tuple[list[Any], list[Finding]]:
     """The first window that has labels of all tasks once it is shortened; or the one with labels of most."""
-    best: tuple[int, list[Any], list[Finding]] = (-1, [], [])
-    enabled = set(model.enabled_tasks())
-    for indices in windows_of(sampler):
-        sizes = [min(len(part), max(2, config.verify.samples // len(indices))) for part in indices]
-        window = [
-            collate(config, [dataset[i] for i in part[:size]])
-            for part, size in zip(indices, sizes, strict=True)
-        ]
-        totals = LabelCounts.of(model.tasks_by_name(), window).totals
-        labelled = {name for name, total in totals.items() if total > 0}
-        if len(labelled) > best[0]:
-            total = sum(map(len, indices))
-            message = f"{sum(sizes)} of the {total} samples of a batch were compared (verify.samples)."
-            taken = [] if sum(sizes) == total else [Finding("samples", "data.train", message, fault=False)]
-            best = len(labelled), window, taken
-        if labelled == enabled:
+
+    def shortened(indices: list[list[int]]) -> list[list[int]]:
+        return [part[: max(2, config.verify.samples // len(indices))] for part in indices]
+
+    def made(indices: list[list[int]]) -> list[Any]:
+        return [collate(config, [dataset[i] for i in part]) for part in shortened(indices)]
+
+    _, indices, window = most_labelled(model.tasks_by_name(), sampler, made)
+    taken, total = sum(map(len, shortened(indices))), sum(map(len, indices))
+    message = f"{taken} of the {total} samples of a batch were compared (verify.samples)."
+    return window, [] if taken == total else [Finding("samples", "data.train", message, fault=False)]
+
+
+def most_labelled(
+    tasks: Mapping[str, Task], sampler: MicroBatchSampler, made: Callable[[list[list[int]]], list[Any]]
+) -> tuple[int, list[list[int]], list[Any]]:
+    """The first window with labels of all tasks, or of the first ones that with labels of most.
+
+    Args:
+        made: the batches of a window, from the indices of the samples in each of its micro-batches.
+
+    Returns:
+        The number of tasks that have labels in it, its indices, and its batches.
+    """
+    best: tuple[int, list[list[int]], list[Any]] = (-1, [], [])
+    for indices in islice(windows(sampler, sampler.accumulate), _SEARCHED_WINDOWS):
+        window = made(indices)
+        totals = LabelCounts.of(tasks, window).totals
+        labelled = sum(total > 0 for total in totals.values())
+        if labelled > best[0]:
+            best = labelled, indices, window
+        if labelled == len(totals):
             break
-    return best[1], best[2]
-
-
-def windows_of(sampler: MicroBatchSampler) -> Iterator[list[list[int]]]:
-    """Indices of the samples of the first windows, by micro-batch."""
-    parts = iter(sampler)
-    for _ in range(min(_SEARCHED_WINDOWS, sampler.batches)):
-        window = [part for _, part in zip(range(sampler.accumulate), parts, strict=False)]
-        if window:
-            yield window
+    return best

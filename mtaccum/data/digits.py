@@ -86,14 +86,7 @@ class DigitScenes(Dataset[dict[str, Tensor]]):
         ConfigError: if ``split``, ``size`` or ``seed`` isn't valid.
     """
 
-    def __init__(
-        self,
-        split: str = "train",
-        size: int = 4096,
-        seed: int = 0,
-        *,
-        cache: bool = True,
-    ) -> None:
+    def __init__(self, split: str = "train", size: int = 4096, seed: int = 0, *, cache: bool = True) -> None:
         if split not in SPLITS:
             raise ConfigError(unknown_name("split", split, SPLITS))
         for name, value, least in (("size", size, 1), ("seed", seed, 0)):

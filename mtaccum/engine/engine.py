@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mtaccum.engine.checks import check_hooks, check_model, check_nothing_for_step, check_optimizer
-from mtaccum.engine.fit import check_fit
+from mtaccum.engine.checks import check_fit, check_hooks, check_model, check_optimizer
 from mtaccum.engine.gradients import drop_gradients, gradients_set_aside
 from mtaccum.engine.label_counts import LabelCounts
 from mtaccum.engine.nonfinite import BAD_HOOK, SkippedSteps, all_finite, describe_gradients
@@ -207,13 +206,14 @@ class Engine:
         if self.optimizer is not None:
             check_optimizer(self.model, self.optimizer)
             return
-        on_nonfinite = self.options.on_nonfinite
-        check_nothing_for_step(
-            max_grad_norm=self.options.max_grad_norm,
-            lr_scheduler=self.lr_scheduler,
-            on_gradients=self.on_gradients,
-            on_nonfinite=None if on_nonfinite == "raise" else on_nonfinite,
-        )
+        of_step = {
+            "max_grad_norm": self.options.max_grad_norm is not None,
+            "lr_scheduler": self.lr_scheduler is not None,
+            "on_gradients": self.on_gradients is not None,
+            "on_nonfinite": self.options.on_nonfinite != "raise",
+        }
+        if given := [name for name, is_given in of_step.items() if is_given]:
+            raise ConfigError(f"{given[0]} belongs to step(), but this engine has no optimizer.")
 
     def _check_optimizer_again(self) -> None:
         """Tasks may have been switched on since the last check."""

@@ -70,7 +70,7 @@ def split_backward(
     if not callable(features) and not torch.is_grad_enabled():
         raise ConfigError("gradients are switched off (torch.no_grad); call split_backward outside of that.")
     done: dict[str, Tensor] = {}
-    leaves = _leaves(losses, weights, backward, done, takes_features=True)
+    leaves = _leaves(losses, weights, done, takes_features=True)
     if not leaves:  # all weights are 0
         return done
     trunk = recomputed(features, None, _TRUNK) if recompute else features
@@ -100,14 +100,13 @@ def sequential_backward(
     """
     done: dict[str, Tensor] = {}
     # no node is shared, so the walk is the same in split and sequential
-    split(_leaves(losses, weights, backward, done, takes_features=False), {}, backward)
+    split(_leaves(losses, weights, done, takes_features=False), {}, backward)
     return done
 
 
 def _leaves(
     losses: Mapping[str, Callable[..., Any]],
     weights: Mapping[str, float] | None,
-    backward: Backward,
     done: dict[str, Tensor],
     takes_features: bool,
 ) -> tuple[Node, ...]:

@@ -147,7 +147,8 @@ def _count_all(tasks: Mapping[str, Task], window: Sequence[Any], chunks: Mapping
     }
     ranges = {
         name: [
-            task.label_range(batch) if task.label_limits and _may_be_positive(n) else None
+            # there may be labels where the count is a tensor, whose value isn't known yet
+            task.label_range(batch) if task.label_limits and (isinstance(n, Tensor) or n > 0) else None
             for n, batch in zip(counts[name], window, strict=True)
         ]
         for name, task in tasks.items()
@@ -169,11 +170,6 @@ def _count(name: str, task: Task, batch: Any) -> Any:
 def _chunks_of(name: str, batch: Any, chunks: int) -> list[Any]:
     with named_errors(lambda: f"chunks of task {name!r}"):
         return in_chunks(batch, chunks)
-
-
-def _may_be_positive(count: Any) -> bool:
-    """Whether there may be labels: a tensor's value isn't known yet."""
-    return isinstance(count, Tensor) or count > 0
 
 
 def _flat(lists: Iterable[Iterable[Any] | None]) -> list[Any]:

@@ -6,7 +6,7 @@ A lever is made once for an engine, and entered around all passes of each window
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch.autograd.graph import save_on_cpu
 
@@ -25,13 +25,8 @@ class Offload(Lever):
     def __init__(self, model: MultiTaskModel, options: StepOptions) -> None:
         self._offload = options.offload
 
-    @contextmanager
-    def running(self, counts: WindowCounts) -> Iterator[None]:
-        if not self._offload:
-            yield
-            return
-        with save_on_cpu(pin_memory=True):
-            yield
+    def running(self, counts: WindowCounts) -> AbstractContextManager[None]:
+        return save_on_cpu(pin_memory=True) if self._offload else nullcontext()
 
 
 # in the order in which they are entered
@@ -39,11 +34,7 @@ LEVERS: Sequence[type[Lever]] = [Norms, Compiled, Recompute, Offload]
 
 
 class Levers:
-    """All of them, for one model and its options.
-
-    Raises:
-        ConfigError: as the levers.
-    """
+    """All of them, for one model and its options."""
 
     def __init__(self, model: MultiTaskModel, options: StepOptions) -> None:
         self._levers = [lever(model, options) for lever in LEVERS]
@@ -57,6 +48,5 @@ class Levers:
             yield
 
     def ran(self, counts: WindowCounts) -> None:
-        """A window has run."""
         for lever in self._levers:
             lever.ran(counts)

@@ -65,19 +65,14 @@ def describe_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> str:
 
 
 class SkippedSteps:
-    """Counts the steps that were skipped since something in them was not finite.
-
-    Args:
-        reaction: ``raise`` or ``skip``.
-        limit: so many in a row are an error whatever the reaction.
-    """
+    """Counts the steps that were skipped since something in them was not finite; ``limit`` of them in a row
+    are an error, whatever the reaction (``raise`` or ``skip``)."""
 
     def __init__(self, reaction: str, limit: int) -> None:
         self.reaction, self.limit = reaction, limit
         self.total = self.in_a_row = 0
 
     def add(self) -> None:
-        """One more."""
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
 
     @property

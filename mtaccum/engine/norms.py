@@ -23,11 +23,7 @@ _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def check_norms(model: MultiTaskModel, policy: str) -> None:
-    """Refuse a policy that can't be applied to the model's layers.
-
-    Raises:
-        ConfigError: names the layers.
-    """
+    """Refuse a policy that can't be applied to the model's layers."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BatchNorm)}
     bare = [name for name, layer in layers.items() if layer.running_mean is None]
     if policy == "freeze" and bare:

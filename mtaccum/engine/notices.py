@@ -24,17 +24,13 @@ class Notices:
 
     def __init__(self, model: MultiTaskModel, options: StepOptions, ranks: Ranks) -> None:
         self._model, self._ranks = model, ranks
-        repeats = options.schedule == "sequential"  # a shared node's backward runs once per task
-        self._checks = {
-            "additive": self._not_additive,
-            "half": self._adds_in_half if repeats else self._accumulates_in_half,
-        }
+        self._repeats = options.schedule == "sequential"  # a shared node's backward runs once per task
+        self._checks = {"additive": self._not_additive, "half": self._adds_in_half}
         if options.batchnorm != "freeze":
             self._checks |= {
                 "batchnorm": self._normalised_by_micro_batch,
                 "frozen": self._frozen_but_normalising,
             }
-
         self._looked_for_unreached = False
 
     def before(self, counts: WindowCounts) -> None:
@@ -103,10 +99,8 @@ class Notices:
         return batch_normalised(self._model.own_modules()[node], prefix=node)
 
     def _adds_in_half(self, counts: WindowCounts) -> str | None:
-        return self._accumulates_in_half(counts, several=len([t for t in counts.totals.values() if t]) > 1)
-
-    def _accumulates_in_half(self, counts: WindowCounts, several: bool = False) -> str | None:
-        if counts.labels.micro_batches <= 1 and not several:
+        learned = [total for total in counts.totals.values() if total]
+        if counts.labels.micro_batches <= 1 and not (self._repeats and len(learned) > 1):
             return None
         named = self._model.named_parameters()
         half = [n for n, p in named if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
@@ -127,11 +121,7 @@ class Notices:
 
 
 def unreached_parameters(model: MultiTaskModel, totals: Mapping[str, float]) -> list[str]:
-    """Trainable parameters without a gradient after a window, in nodes that were to learn from it.
-
-    Args:
-        totals: label counts of the window by task.
-    """
+    """Trainable parameters without a gradient after a window, in nodes that were to learn from it."""
     tasks = {name: model.task(name).mode for name, total in totals.items() if total > 0}
     learning = [
         model.prefix(node)

@@ -1,7 +1,7 @@
 """Step options: everything that says how a step is run, apart from model and optimizer.
 
 A new lever is one field here, one check (of its own value beside the field, of what it goes with among
-``CONFLICTS``, of what the model must be like in ``fit``), and one place that acts on it (``levers``).
+``CONFLICTS``, of what the model must be like in ``checks``), and one place that acts on it (``levers``).
 """
 
 from __future__ import annotations

@@ -50,10 +50,6 @@ def new_scaler(device: torch.device, *, steps: bool, backward: Backward) -> Any:
 class Precision:
     """How an engine's forwards are cast, and its losses scaled.
 
-    Args:
-        name: ``fp32``: the parameters' own type; ``bf16``, ``fp16``: autocast to it.
-        scaler: a ``torch.amp.GradScaler`` or None.
-
     Raises:
         ConfigError: a scaler that isn't one.
     """
@@ -78,13 +74,7 @@ class Precision:
 
     def scaled(self, backward: Backward) -> Backward:
         """``backward`` with the loss scaled first."""
-        if not self.scales:
-            return backward
-
-        def scale_and_run(loss: Tensor) -> None:
-            backward(self._scale(loss))
-
-        return scale_and_run
+        return (lambda loss: backward(self._scale(loss))) if self.scales else backward
 
     def _scale(self, loss: Tensor) -> Tensor:
         self._has_scaled = True

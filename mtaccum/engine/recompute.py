@@ -63,10 +63,6 @@ def recomputed(
                 return function(*args, **kwargs)
 
         replay = Replay()
-
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return replay.first(module), _Again(replay, told)
-
         # Not stopped early, at the last tensor that is to be kept: RReLU fills in its tensor after that.
         output = checkpoint(
             once,
@@ -74,7 +70,7 @@ def recomputed(
             use_reentrant=False,
             preserve_rng_state=False,
             early_stop=False,
-            context_fn=contexts,
+            context_fn=lambda: (replay.first(module), _Again(replay, told)),
         )
         told.ends(entry)
         return output
@@ -86,14 +82,10 @@ _PLACE = torch.empty(0)  # stands where a tensor stood
 
 
 class SegmentRuns:
-    """Which segments ran, and on what, in the node that is running.
-
-    Attributes:
-        ran: names of the segments that have run.
-    """
+    """Which segments ran, and on what, in the node that is running."""
 
     def __init__(self) -> None:
-        self.ran: set[str] = set()
+        self.ran: set[str] = set()  # names of all that have
         self._runs: list[_Run] = []
         self._repeats = 0
 

@@ -41,15 +41,11 @@ class StepResult:
 
 
 class LossLog:
-    """Adds up each task's loss over a window, without a graph and without waiting for the device.
-
-    Attributes:
-        micro_batch: index of the one that runs.
-    """
+    """Adds up each task's loss over a window, without a graph and without waiting for the device."""
 
     def __init__(self, counts: WindowCounts) -> None:
         self._counts = counts
-        self.micro_batch = 0
+        self.micro_batch = 0  # index of the one that runs
         self._sums: dict[str, tuple[Tensor, torch.dtype]] = {}
 
     def add(self, task: str, loss: Loss, total: Tensor, chunk: int | None = None) -> None:
@@ -68,11 +64,7 @@ class LossLog:
         self._sums[name] = (self._sums[name][0] + weighted if name in self._sums else weighted), value.dtype
 
     def result(self, ranks: Ranks, device: torch.device) -> StepResult:
-        """The means over the window, on all ranks together.
-
-        Args:
-            device: where losses lie.
-        """
+        """The means over the window, on all ranks together."""
         totals = self._counts.totals
         sums = ranks.sum_losses(self._sums, device)
         means = {

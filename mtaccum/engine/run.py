@@ -10,7 +10,7 @@ import torch
 
 from mtaccum.batch import to_device
 from mtaccum.engine.binding import Binding
-from mtaccum.engine.fit import check_coupling
+from mtaccum.engine.checks import check_coupling
 from mtaccum.engine.label_counts import LabelCounts
 from mtaccum.engine.levers import Levers
 from mtaccum.engine.nonfinite import NonfiniteSearch
@@ -27,11 +27,7 @@ from mtaccum.state import Snapshot, keeping_buffers
 
 
 class WindowRun:
-    """Runs windows forwards and backwards, one graph at a time. Arguments as in ``Engine``.
-
-    Raises:
-        ConfigError: segments to recompute that aren't there, or options that ``torch.compile`` doesn't take.
-    """
+    """Runs windows forwards and backwards, one graph at a time. Arguments as in ``Engine``."""
 
     def __init__(
         self,
@@ -51,11 +47,7 @@ class WindowRun:
         return LabelCounts.of(self.model.tasks_by_name(), window, self.options.chunked)
 
     def gradient(self, window: Sequence[Any], labels: LabelCounts | None) -> StepResult:
-        """Compute a window's gradient, into ``.grad`` that are all None.
-
-        Args:
-            labels: None: they are counted here.
-        """
+        """Compute a window's gradient, into ``.grad`` that are all None. Labels are counted if not given."""
         if torch.is_inference_mode_enabled():
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)

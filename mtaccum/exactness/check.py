@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from mtaccum.errors import BatchError, ConfigError, OptimizerError
 from mtaccum.exactness.counts import check_counts, not_additive
 from mtaccum.exactness.gradients import Comparison, compare_gradients
 from mtaccum.exactness.report import ExactnessReport, Finding
-from mtaccum.exactness.subject import Subject, quiet
+from mtaccum.exactness.subject import Subject
 from mtaccum.exactness.survey import coupled_samples, survey
 from mtaccum.model import MultiTaskModel
 from mtaccum.state import RandomState
@@ -70,7 +71,7 @@ def check_exactness(
     random = RandomState()
     try:
         subject = Subject(model, taken, torch.device(device), compared, random)
-        with quiet():  # arguments that aren't valid are errors of the caller's
+        with warnings.catch_warnings(action="ignore"):  # arguments that aren't valid are the caller's errors
             subject.engine(subject.fresh_model())
         findings += _held(model, optimizer)
         comparison = _compared(subject, findings)
@@ -104,20 +105,18 @@ def _compared(subject: Subject, findings: list[Finding]) -> Comparison:
 
 def _not_compared(options: StepOptions) -> list[Finding]:
     """Options under which a step computes something else than what was compared."""
-    notes = []
+    notes = {}
     if options.precision != "fp32":
-        message = f"{options.precision} rounds; what is computed was compared in double precision."
-        notes.append(Finding("precision", "precision", message, fault=False))
+        notes["precision"] = f"{options.precision} rounds; what is computed was compared in double precision."
     if options.batchnorm == "sync":
-        message = "sync was compared as keep: a check runs in one process."
-        notes.append(Finding("batchnorm", "batchnorm", message, fault=False))
+        notes["batchnorm"] = "sync was compared as keep: a check runs in one process."
     if options.compile is not False:
-        message = "the modules were compared as they are, not compiled."
-        notes.append(Finding("compile", "compile", message, fault=False))
+        notes["compile"] = "the modules were compared as they are, not compiled."
     if options.offload:
-        message = "what is kept for the backward was compared without being moved to the host's memory."
-        notes.append(Finding("offload", "offload", message, fault=False))
-    return notes
+        notes["offload"] = (
+            "what is kept for the backward was compared without being moved to the host's memory."
+        )
+    return [Finding(option, option, message, fault=False) for option, message in notes.items()]
 
 
 def _take(window: Sequence[Any], samples: int | None) -> tuple[list[Any], list[Finding]]:
@@ -156,6 +155,6 @@ def _counts(subject: Subject) -> list[Finding]:
         if name in subject.reached:
             with_labels = [i for i in range(len(batches)) if name in subject.labels.active_in(i)]
             batch = batches[max(with_labels, key=lambda i: sizes[i])]
-            with quiet():
+            with warnings.catch_warnings(action="ignore"):
                 found += check_counts(model, batch, [name], bound=subject.bound)
     return found

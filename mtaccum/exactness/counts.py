@@ -13,7 +13,7 @@ from mtaccum.engine.result import sum_of_terms
 from mtaccum.errors import MtaccumError
 from mtaccum.exactness.reference import predictions
 from mtaccum.exactness.report import Finding
-from mtaccum.model import MultiTaskModel
+from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.structure import tensors_of
 
 _MARGIN = 100  # sums of losses round more than those of gradients
@@ -31,18 +31,9 @@ def check_counts(model: MultiTaskModel, batch: Any, active: Sequence[str], *, bo
     samples = batch_size_of(batch)
     if samples < 2:
         return [Finding("count", ", ".join(active), "not checked: there is only one sample.", fault=False)]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            return [
-                finding
-                for name in active
-                if (finding := _check(model, name, batch, samples, _MARGIN * bound)) is not None
-            ]
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with evaluating(model):
+        found = (_check(model, name, batch, samples, _MARGIN * bound) for name in active)
+        return [finding for finding in found if finding is not None]
 
 
 def _check(model: MultiTaskModel, name: str, batch: Any, samples: int, tolerance: float) -> Finding | None:

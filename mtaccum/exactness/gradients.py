@@ -29,16 +29,13 @@ def compare_gradients(subject: Subject) -> Comparison:
     result = Comparison()
     model, batches = subject.comparable_model(), subject.fresh_window()
     alive = GraphsAlive(model, batches, subject.options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             with alive.counting():
                 subject.engine(model).accumulate(batches)
-        except InplaceError as error:
-            result.findings.append(Finding("in-place", subject.options.schedule, str(error)))
-            return result
         except (TaskError, FeatureError) as error:
-            result.findings.append(Finding("failure", subject.options.schedule, str(error)))
+            kind = "in-place" if isinstance(error, InplaceError) else "failure"
+            result.findings.append(Finding(kind, subject.options.schedule, str(error)))
             return result
     for text in (str(warning.message) for warning in caught):
         if text.startswith("recompute:") or "is frozen" in text:

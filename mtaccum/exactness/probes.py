@@ -49,19 +49,15 @@ class Outputs:
         self._position = 0
 
     def left(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        """As ``observed`` calls it."""
         tensors = [tensor.detach() for tensor in tensors_of(output, strict=False)]
         if self._position is None:
             self._outputs.append((name, [tensor.clone() for tensor in tensors]))
             if any(tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) for tensor in tensors):
                 self.single.append(name)
             return
-        if self._position < len(self._outputs):
-            before_name, before = self._outputs[self._position]
-            self._position += 1
-            if before_name != name or not same(tensors, before):
-                self.different.append(name)
-        else:
+        at, self._position = self._position, self._position + 1
+        before_name, before = self._outputs[at] if at < len(self._outputs) else ("", [])
+        if before_name != name or not same(tensors, before):
             self.different.append(name)
 
     @property
@@ -155,11 +151,9 @@ class DynamicShapes(OperationObserver):  # type: ignore[no-untyped-call]
         self._stack: list[str] = []
 
     def entered(self, name: str, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """As ``observed`` calls it."""
         self._stack.append(name)
 
     def left(self, _name: str, _module: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        """As ``observed`` calls it."""
         self._stack.pop()
 
     @property
@@ -178,30 +172,22 @@ class DynamicShapes(OperationObserver):  # type: ignore[no-untyped-call]
         return super().run(func, args, kwargs)
 
 
-class DrawingHeads:
-    """Finds heads that draw random numbers.
+@contextmanager
+def drawing_heads(model: MultiTaskModel, names: Iterable[str]) -> Iterator[set[str]]:
+    """The tasks among these whose heads draw random numbers where they run inside."""
+    found: set[str] = set()
+    before = RandomState()
 
-    Attributes:
-        found: their tasks' names.
-    """
+    def entered(*_: Any) -> None:
+        nonlocal before
+        before = RandomState()
 
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-        self._before = RandomState()
+    def left(name: str, *_: Any) -> None:
+        if not before.is_current():
+            found.add(name)
 
-    @contextmanager
-    def looking(self, model: MultiTaskModel, names: Iterable[str]) -> Iterator[None]:
-        """Look at the forwards of these tasks that run inside."""
-        tasks: dict[nn.Module, str] = {model.task(name): name for name in names}
-        with observed(tasks, entered=self._entered, left=self._left):
-            yield
-
-    def _entered(self, _name: str, _task: nn.Module, _args: Any, _kwargs: Any) -> None:
-        self._before = RandomState()
-
-    def _left(self, name: str, _task: nn.Module, _args: Any, _kwargs: Any, _output: Any) -> None:
-        if not self._before.is_current():
-            self.found.add(name)
+    with observed({model.task(name): name for name in names}, entered=entered, left=left):
+        yield found
 
 
 class GraphsAlive:

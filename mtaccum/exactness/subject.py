@@ -1,7 +1,9 @@
-"""What is checked: a model, real batches, and the options of the steps."""
+"""What is checked: a model, real batches, and the options of the steps. Each run gets copies of its own, in
+double precision if they can be."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,15 +12,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from mtaccum.batch import batch_size_of
+from mtaccum.batch import batch_size_of, to_device
 from mtaccum.engine import Engine, LabelCounts, StepOptions
 from mtaccum.engine.norms import normalising
 from mtaccum.engine.window_counts import WindowCounts
-from mtaccum.exactness.doubles import copies_of, copy_of
 from mtaccum.model import MultiTaskModel
 from mtaccum.parallel import SingleProcess
 from mtaccum.state import RandomState
+from mtaccum.structure import map_tensors
+from mtaccum.torch_internals import buffers_of, parameters_of
 
 DOUBLE_BOUND, SINGLE_BOUND = 1e-12, 1e-5
 
@@ -98,8 +102,13 @@ class Subject:
         return model
 
     def fresh_window(self) -> list[Any]:
-        """Copies of the micro-batches."""
-        return copies_of(self.window, self.device, double=self.double)
+        """Copies of the micro-batches; whole numbers stay as they are."""
+
+        def fresh(tensor: Tensor) -> Tensor:
+            wide = _WIDE.get(tensor.dtype, tensor.dtype) if self.double else tensor.dtype
+            return tensor.detach().to(wide, copy=True)  # a forward may write into its input
+
+        return [map_tensors(to_device(batch, self.device), fresh, strict=False) for batch in self.window]
 
     def engine(self, model: MultiTaskModel) -> Engine:
         """An engine as it was asked for. A check is this process's own, whatever others do."""
@@ -108,13 +117,50 @@ class Subject:
     @contextmanager
     def running(self, model: MultiTaskModel) -> Iterator[None]:
         """Around forwards of a copy without an engine: BatchNorm as an engine would have it, no warnings."""
-        with quiet(), normalising(model, self.options.batchnorm, self.counts.passes(model)):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            normalising(model, self.options.batchnorm, self.counts.passes(model)),
+        ):
             yield
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings: what is worth saying becomes a finding."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+def copy_of(model: MultiTaskModel, device: torch.device, *, double: bool) -> MultiTaskModel:
+    """A copy on a device, with everything that has a fraction in double precision if asked for.
+
+    Not by ``model.double()``: buffers that modules share would be shared no more, and tensors that are
+    neither parameters nor buffers would stay in single precision.
+    """
+    # old-style weight and spectral norm leave a tensor with a graph in an attribute, which can't be copied
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    copied = copy.deepcopy(model, memo)
+    copied.zero_grad(set_to_none=True)
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            wide = _WIDE.get(tensor.dtype, tensor.dtype) if double else tensor.dtype
+            moved[id(tensor)] = (tensor, tensor.detach().to(device, wide))
+        return moved[id(tensor)][1]
+
+    for module in copied.modules():
+        for parameter in parameters_of(module).values():
+            if parameter is not None:
+                parameter.data = move(parameter)
+        for places in (buffers_of(module), vars(module)):
+            for name, value in places.items():
+                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                    places[name] = move(value)
+    return copied

@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from mtaccum.batch import batch_size_of
 from mtaccum.engine.norms import batch_normalised
 from mtaccum.errors import TaskError, first_line, listed
-from mtaccum.exactness.probes import (
-    CoupledSamples,
-    DrawingHeads,
-    DynamicShapes,
-    Outputs,
-    module_names,
-    same,
-)
+from mtaccum.exactness.probes import CoupledSamples, DynamicShapes, Outputs, drawing_heads, module_names, same
 from mtaccum.exactness.reference import losses
 from mtaccum.exactness.report import Finding
 from mtaccum.exactness.subject import SINGLE_BOUND, Subject
@@ -35,7 +28,7 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
     """
     model, batches = subject.fresh_model(), subject.fresh_window()
     names = module_names(model)
-    outputs, shapes, draws = Outputs(), DynamicShapes(), DrawingHeads()
+    outputs, shapes = Outputs(), DynamicShapes()
 
     def forwards() -> list[Tensor]:
         return [
@@ -51,8 +44,8 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
             with shapes, in_modules, observed(names, left=outputs.left):
                 first = forwards()
             outputs.again()
-            chunked = draws.looking(model, subject.options.chunked)
-            with before.once_more(), observed(names, left=outputs.left), chunked:
+            chunked = drawing_heads(model, subject.options.chunked)
+            with before.once_more(), observed(names, left=outputs.left), chunked as drawing:
                 second = forwards()
     except (TaskError, RuntimeError, TypeError) as error:
         where = shapes.innermost or "model"
@@ -64,7 +57,7 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
         return [Finding("failure", where, f"its forward failed: {error}")], False
     if outputs.single and subject.double:
         subject.bound = SINGLE_BOUND
-    subject.drawing = frozenset(draws.found)
+    subject.drawing = frozenset(drawing)
     return [*_computed(subject, outputs, same(first, second)), *_unpredictable(names, shapes)], True
 
 

@@ -26,8 +26,8 @@ M = TypeVar("M", bound=nn.Module)
 def build_empty(build: Callable[[], M]) -> M:
     """What ``build`` returns, on the device ``meta``; or for real where its code can't do without values."""
     try:
-        with random_state_kept(), torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # initialisations of tensors without values
+        # initialisations of tensors without values warn
+        with random_state_kept(), torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return build()
     except Exception:
         with random_state_kept():
@@ -36,11 +36,7 @@ def build_empty(build: Callable[[], M]) -> M:
 
 class Faking:
     """Makes fake tensors on the CPU like given ones, inside of a FakeTensorMode. What shares memory does so
-    again, and views of something larger keep all of it.
-
-    Raises:
-        PredictionError: (when called) a sparse tensor.
-    """
+    again, and views of something larger keep all of it."""
 
     def __init__(self) -> None:
         # with the real one, whose address must stay taken

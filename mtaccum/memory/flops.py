@@ -5,33 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mtaccum.torch_internals import flop_registry, sdpa_backward_flops, sdpa_flops
 
-_FORMULAS: dict[Any, Callable[..., int]] = flop_registry
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flops(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> int:
-    shapes = gradient.shape, query.shape, key.shape, value.shape
-    return int(sdpa_backward_flops(*shapes))
-
-
-# attention on the CPU, which PyTorch's registry leaves out
-_ON_CPU: dict[Any, Callable[..., int]] = {
-    getattr(torch.ops.aten, name): formula
-    for name, formula in (
-        ("_scaled_dot_product_flash_attention_for_cpu", _attention),
-        ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
-    )
-    if hasattr(torch.ops.aten, name)
+# attention on the CPU, which PyTorch's registry leaves out: the formula, and how many tensors it goes by
+_ON_CPU: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flops, 3),  # query, key, value
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flops, 4),  # gradient first
 }
 
 
@@ -39,7 +18,8 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of one op, a multiplication and an addition counted as two; 0 for all that
     is no matrix product, convolution or attention."""
     packet = func._overloadpacket
-    if packet in _ON_CPU:
-        return _ON_CPU[packet](*args, **kwargs)
-    formula = _FORMULAS.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    if packet.__name__ in _ON_CPU:
+        formula, tensors = _ON_CPU[packet.__name__]
+        return int(formula(*(tensor.shape for tensor in args[:tensors])))
+    registered = flop_registry.get(packet)
+    return 0 if registered is None else int(registered(*args, **kwargs, out_val=result))

@@ -33,7 +33,7 @@ def labelling(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = N
                 stack.callback(hook.remove)
         stack.enter_context(observing(labels))
         # inside a recomputed segment PyTorch's own hooks are in force, and nothing is kept
-        stack.enter_context(saved_tensors_hooks(labels.saved, _same))
+        stack.enter_context(saved_tensors_hooks(labels.saved, lambda tensor: tensor))
         yield
 
 
@@ -50,13 +50,13 @@ class _Labels:
 
     def ends(self, node: str, phase: str) -> None:
         self._live.stage = self._stages.pop()
-        if phase == STEP:
-            self.label_state()
+        if phase == STEP and self._optimizer is not None:
+            self._live.label(state_tensors(self._optimizer), OPTIMIZER)
 
     def cut(self, leaves: Sequence[Tensor]) -> None:
         for leaf in leaves:
             self._live.label(leaf, FEATURES)
-            _after_accumulation(leaf, self._cut_gradient)
+            _after_accumulation(leaf, lambda leaf: self._live.label(leaf.grad, FEATURES))
 
     def gradient(self, parameter: Tensor) -> None:
         self._live.label(parameter.grad, GRADIENTS)
@@ -66,21 +66,10 @@ class _Labels:
         # an operation's own result comes with its graph, which would then keep itself alive
         return tensor.detach()
 
-    def label_state(self) -> None:
-        if self._optimizer is not None:
-            self._live.label(state_tensors(self._optimizer), OPTIMIZER)
-
-    def _cut_gradient(self, leaf: Tensor) -> None:
-        self._live.label(leaf.grad, FEATURES)
-
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state: moments, step counts."""
     return tensors_of([v for state in optimizer.state.values() for v in state.values()], strict=False)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _after_accumulation(leaf: Tensor, function: Callable[[Tensor], None]) -> Any:

@@ -114,9 +114,6 @@ def storages_of(values: object, device_type: str = "cpu") -> list[torch.UntypedS
     """The storages on a type of device of all tensors (and bare storages) in nested containers.
 
     A fake tensor is where it says it is.
-
-    Raises:
-        NotImplementedError: a sparse layout other than COO, or a subclass wrapping tensors.
     """
     found: list[torch.UntypedStorage] = []
     _collect(values, device_type, found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -106,22 +106,18 @@ def measure_step(
     with live, labelling(live, model, optimizer):
         result = engine.step(window) if optimizer is not None else engine.accumulate(window)
     moments = live.timeline if timeline else ()
-    if device.type == "cpu":
-        report = PeakReport(
-            live.peak_bytes, start, LIVE, live.peak_stage, live.peak_by_kind, timeline=moments
+    report = PeakReport(live.peak_bytes, start, LIVE, live.peak_stage, live.peak_by_kind, timeline=moments)
+    if device.type == "cuda":
+        allocated, reserved = _allocator(device)
+        report = replace(
+            report,
+            peak_bytes=allocated,
+            start_bytes=allocator_start,
+            method=ALLOCATOR,
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
         )
-        return result, report
-    allocated, reserved = _allocator(device)
-    return result, PeakReport(
-        allocated,
-        allocator_start,
-        ALLOCATOR,
-        live.peak_stage,
-        live.peak_by_kind,
-        allocated,
-        reserved,
-        moments,
-    )
+    return result, report
 
 
 def _check_device(name: torch.device | str) -> torch.device:

@@ -38,9 +38,9 @@ def draw_timelines(
     Raises:
         ImportError: matplotlib is missing.
     """
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
-    figure = Figure(figsize=(width, 0.9 + 1.9 * len(timelines)), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(width, 0.9 + 1.9 * len(timelines)), layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
     draw_panels(dict(zip(timelines, panels, strict=True)), timelines)
     panels[len(panels) // 2].set_ylabel("live tensor bytes (MiB)")

@@ -22,8 +22,7 @@ from mtaccum.memory.kernels import CpuKernels
 from mtaccum.memory.labels import labelling, state_tensors
 from mtaccum.memory.ledger import OPTIMIZER, PARAMETERS
 from mtaccum.memory.refusals import NoRecurrence, check_arguments, check_model, check_optimizer, explained
-from mtaccum.memory.representatives import NotingWindow, representatives
-from mtaccum.memory.substitutes import NoScaler, as_on_cuda, offloading
+from mtaccum.memory.substitutes import NoScaler, NotingWindow, as_on_cuda, offloading, representatives
 from mtaccum.memory.tracker import LiveBytes, Moment
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.state import random_state_kept
@@ -66,11 +65,6 @@ class FlopTracker(LiveBytes):  # type: ignore[no-untyped-call]
         self.flops += flops_of(func, args, kwargs, result)
 
 
-def adamw(model: nn.Module) -> Optimizer:
-    """The optimizer that is assumed where none is given."""
-    return AdamW(model.parameters())
-
-
 class FakeTraining:
     """A model, its optimizer and a batch on fake tensors, on which steps are predicted.
 
@@ -100,7 +94,7 @@ class FakeTraining:
         options: StepOptions | None = None,
         copies: int = 0,
     ) -> None:
-        build_optimizer = build_optimizer or adamw
+        build_optimizer = build_optimizer or (lambda model: AdamW(model.parameters()))
         check_arguments(build_model, batch, build_optimizer)
         self.batch = batch
         self.device_type = torch.device(device).type
@@ -157,12 +151,14 @@ class FakeTraining:
         sizes = [batch_size_of(micro_batch) for micro_batch in real]
         labels = self._labels(real, options)
         chosen = representatives(labels, sizes)
-        with random_state_kept(), self.mode, warnings.catch_warnings(), explained(self.model):
-            warnings.simplefilter("ignore")  # they are for whoever runs it
+        silence = warnings.catch_warnings(action="ignore")  # they are for whoever runs it
+        with random_state_kept(), self.mode, silence, explained(self.model):
             batch = fake_nest(self.batch, self.mode)
             samples = batch_size_of(batch)
             parts = [take_micro_batch(batch, samples, accumulate, index) for index in chosen]
-            lying = batch if self.device_type == "cpu" else self._by_itself(max(parts, key=batch_size_of))
+            lying = batch
+            if self.device_type != "cpu":  # a micro-batch with storages of its own
+                lying = map_tensors(max(parts, key=batch_size_of), torch.empty_like, strict=False)
             alive: list[Tensor | nn.Module] = [
                 self.model,
                 *(*self.copies, *state_tensors(self.optimizer), *tensors_of(lying, strict=False)),
@@ -187,16 +183,12 @@ class FakeTraining:
             tracker.timeline if timeline else (),
         )
 
-    def _by_itself(self, micro_batch: Any) -> Any:
-        """A micro-batch with storages of its own, as a device has it."""
-        return map_tensors(micro_batch, torch.empty_like, strict=False)
-
     def _learn_once(self) -> None:
         """The state that the optimizer has once all tasks have had labels."""
         engine = self._engine(self.options)
         labels = self._labels([self.batch], self.options)
-        with random_state_kept(), self.mode, NoRecurrence(), warnings.catch_warnings(), explained(self.model):
-            warnings.simplefilter("ignore")
+        silence = warnings.catch_warnings(action="ignore")
+        with random_state_kept(), self.mode, NoRecurrence(), silence, explained(self.model):
             engine.accumulate([fake_nest(self.batch, self.mode)], labels)
             learning = {id(p): p for p in self.model.parameters() if p.grad is not None}
             for name, total in labels.totals.items():

@@ -17,24 +17,14 @@ from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, 
 from mtaccum.model import MultiTaskModel
 from mtaccum.observe import any_module_entered
 from mtaccum.structure import describe, tensors_of
-from mtaccum.torch_internals import (
-    DataDependentOutput,
-    DynamicOutputShape,
-    UnsupportedOperator,
-    is_lazy,
-)
+from mtaccum.torch_internals import DataDependentOutput, DynamicOutputShape, UnsupportedOperator, is_lazy
 
 _KEPT = "their kernels keep what isn't seen"
 _BUILD_OPTIMIZER = "such as lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
 
 
 def check_arguments(build_model: Any, batch: Any, build_optimizer: Any) -> None:
-    """Refuse what isn't what a prediction takes.
-
-    Raises:
-        ConfigError: no functions.
-        BatchError: a batch without values.
-    """
+    """Refuse what isn't what a prediction takes: functions, and a batch with values."""
     if isinstance(build_model, nn.Module) or not callable(build_model):
         raise ConfigError(
             f"build_model must be a function that returns a MultiTaskModel, got {describe(build_model)}. "
@@ -94,11 +84,7 @@ def check_model(model: Any) -> None:
 
 
 class NoRecurrence(TorchFunctionMode):
-    """Refuses recurrent layers that are no modules: ``torch.lstm``, ``torch.gru_cell`` and so on.
-
-    Raises:
-        PredictionError: when one of these functions is called.
-    """
+    """Refuses recurrent layers that are no modules: ``torch.lstm``, ``torch.gru_cell`` and so on."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RECURRENT:

@@ -1,15 +1,19 @@
-"""What stands on fake CPU tensors for parts of a step that need a card, or values."""
+"""What stands for parts of a predicted step: a few micro-batches for all that are alike, and on fake CPU
+tensors something without values, or as on a card."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+
+from mtaccum.engine import LabelCounts
 
 
 def as_on_cuda(optimizer: Optimizer) -> None:
@@ -57,3 +61,34 @@ def offloading() -> Iterator[None]:
 
     with saved_tensors_hooks(pack, unpack):
         yield
+
+
+def representatives(labels: LabelCounts, sizes: Sequence[int]) -> dict[int, float]:
+    """The micro-batches that tell of all, three of each kind, with how many each stands for. The second finds
+    the gradients of the first one, and the last those of all. The kind includes the size in samples."""
+    of_kind: dict[Any, list[int]] = {}
+    for index, size in enumerate(sizes):
+        of_kind.setdefault((size, labels.active_in(index)), []).append(index)
+    stands_for: dict[int, float] = {}
+    for indices in of_kind.values():
+        some = {*indices[:2], indices[-1]}
+        stands_for |= {index: len(indices) / len(some) for index in some}
+    return dict(sorted(stands_for.items()))
+
+
+class NotingWindow(list[Any]):
+    """A window that notes a number whenever one of its micro-batches begins."""
+
+    def __init__(self, micro_batches: Sequence[Any], noted: Callable[[], int]) -> None:
+        super().__init__(micro_batches)
+        self._noted = noted
+
+    def __iter__(self) -> Iterator[Any]:
+        self._notes = []
+        for micro_batch in super().__iter__():
+            self._notes.append(self._noted())
+            yield micro_batch
+
+    def differences(self) -> list[int]:
+        """By how much the number grew during each."""
+        return [after - before for before, after in pairwise([*self._notes, self._noted()])]

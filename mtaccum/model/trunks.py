@@ -62,12 +62,7 @@ class ConvTrunk(nn.Module):
 
     stride = 2
 
-    def __init__(
-        self,
-        in_channels: int = 1,
-        widths: Sequence[int] = (32, 64),
-        blocks: int = 2,
-    ) -> None:
+    def __init__(self, in_channels: int = 1, widths: Sequence[int] = (32, 64), blocks: int = 2) -> None:
         super().__init__()
         if not widths or min(in_channels, blocks, *widths) < 1:
             raise ConfigError(

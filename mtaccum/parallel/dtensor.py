@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -17,18 +17,12 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 
 def to_local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor."""
-    shard: Any = tensor
-    shard = shard.to_local() if is_dtensor(tensor) else shard
-    result: Tensor = shard
-    return result
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of a DTensor, on every rank. To be called on all ranks."""
-    full: Any = tensor
-    full = full.full_tensor() if is_dtensor(tensor) else full
-    result: Tensor = full
-    return result
+    return cast(Any, tensor).full_tensor() if is_dtensor(tensor) else tensor
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:

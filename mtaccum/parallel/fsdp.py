@@ -98,7 +98,8 @@ class FSDP(Ranks):
         try:
             yield
         except BaseException:
-            _break(tracked)
+            for tracking in tracked.values():
+                tracking.broken = True
             raise
         self._drop_unreached(nodes, tracked)
 
@@ -176,11 +177,6 @@ def _refusal(name: str) -> str:
 def _leaves(tree: Tree) -> Iterator[str]:
     for name, below in tree.items():
         yield from _leaves(below) if below else (name,)
-
-
-def _break(tracked: Mapping[str, GradientTracking]) -> None:
-    for tracking in tracked.values():
-        tracking.broken = True
 
 
 def _refuse_broken(tracked: Mapping[str, GradientTracking]) -> None:

@@ -127,11 +127,7 @@ def _check(model: MultiTaskModel) -> None:
 
 
 def check_modes(model: MultiTaskModel) -> None:
-    """Refuse heads that are frozen while their trunk learns; it may be asked for between steps.
-
-    Raises:
-        ConfigError: names the first one.
-    """
+    """Refuse heads that are frozen while their trunk learns; it may be asked for between steps."""
     if frozen := [name for name, task in model.tasks_by_name().items() if task.mode == "frozen"]:
         raise ConfigError(
             f"parallel=fsdp can't freeze a head while its trunk learns, as mode=frozen of {frozen[0]!r} "

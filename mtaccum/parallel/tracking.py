@@ -8,6 +8,7 @@ zeros before its backward. Afterwards those that no rank's loss has reached lose
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,11 +59,11 @@ class GradientTracking:
     def _gathered(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         inputs = [tensor for tensor in tensors_of((args, kwargs), strict=False) if tensor.requires_grad]
         for tensor, came in zip(inputs, self._begun, strict=False):
-            tensor.register_hook(_noting(came))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_came, came))  # type: ignore[no-untyped-call]
         self._begun = []
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and self._noted.get(name) is not parameter:
-                parameter.register_hook(self._noting(name))  # type: ignore[no-untyped-call]
+                parameter.register_hook(partial(self._reached, name))  # type: ignore[no-untyped-call]
                 self._noted[name] = parameter
 
     def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -70,12 +71,9 @@ class GradientTracking:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: _fill(module))  # type: ignore[no-untyped-call]
 
-    def _noting(self, name: str) -> Any:
-        def note(gradient: Tensor | None) -> None:
-            if self.counts and gradient is not None:
-                self.reached.add(name)
-
-        return note
+    def _reached(self, name: str, gradient: Tensor | None) -> None:
+        if self.counts and gradient is not None:
+            self.reached.add(name)
 
 
 def tracking_of(module: nn.Module) -> GradientTracking:
@@ -84,12 +82,9 @@ def tracking_of(module: nn.Module) -> GradientTracking:
     return tracking
 
 
-def _noting(came: list[bool]) -> Any:
-    def note(gradient: Tensor | None) -> None:
-        if gradient is not None:
-            came.append(True)
-
-    return note
+def _came(came: list[bool], gradient: Tensor | None) -> None:
+    if gradient is not None:
+        came.append(True)
 
 
 def _fill(module: nn.Module) -> None:

@@ -45,14 +45,9 @@ class Budget:
         what = "" if self.given else ", which is what is free"
         text = f"budget {format_bytes(self.total_bytes)} on {self.device}{what}"
         if self.reserve_bytes:
-            text += (
-                f"; {format_bytes(self.tensor_bytes)} of it for tensors, {format_bytes(self.reserve_bytes)} "
-            )
-            text += (
-                "in reserve for context, workspaces and fragmentation"
-                if self.device == "cuda"
-                else "in reserve for all else"
-            )
+            rest = "context, workspaces and fragmentation" if self.device == "cuda" else "all else"
+            reserve = f"{format_bytes(self.reserve_bytes)} in reserve for {rest}"
+            text += f"; {format_bytes(self.tensor_bytes)} of it for tensors, {reserve}"
         return text
 
 

@@ -36,7 +36,9 @@ class Facts:
         self._device_type, self._precision = training.device_type, training.options.precision
         self._tasks = [name for name in model.tasks if name in chains]
         self.tree = model.tree(self._tasks)
-        coupling = self._coupling(training.options.batchnorm)
+        # for each node its layers in which the output of one sample depends on others
+        modules = model.own_modules() if training.options.batchnorm != "freeze" else {}
+        coupling = {node: batch_normalised(modules[node], prefix=node) for node in modules if node in chains}
         self._coupled = [layer for layers in coupling.values() for layer in layers]
         self._not_additive = [name for name in self._tasks if not model.task(name).additive]
         self._drawing = [node for node, chain in chains.items() if chain.draws]
@@ -44,15 +46,6 @@ class Facts:
         whole = {*self._not_additive, *self._changing, *(node for node, layers in coupling.items() if layers)}
         self.chunkable = frozenset(self._tasks) - whole
         self.quiet = self.chunkable - set(self._drawing)
-
-    def _coupling(self, batchnorm: str) -> dict[str, list[str]]:
-        """For each node its layers in which the output of one sample depends on others."""
-        modules = self._model.own_modules() if batchnorm != "freeze" else {}
-        return {
-            node: batch_normalised(module, prefix=node)
-            for node, module in modules.items()
-            if node in self._chains
-        }
 
     def exactness(self, micro_batches: int, chunked: Heads) -> tuple[int, str]:
         """How exact a plan's gradients are, and why not more."""
@@ -68,11 +61,7 @@ class Facts:
         return EXACT, ""
 
     def notes(self, ops: Collection[str]) -> list[str]:
-        """What is not in the plans, and what may make the truth on a CUDA card differ.
-
-        Args:
-            ops: names of the operations of a step.
-        """
+        """What is not in the plans, and what may make the truth on a CUDA card differ (the ops of a step)."""
         notes = [
             f"no label of {name} was found, so it is not planned for"
             for name in self._model.enabled_tasks()

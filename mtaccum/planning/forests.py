@@ -18,9 +18,6 @@ _MOST_CHUNKS = 64  # of a head's micro-batch: with more of them a step takes lon
 class Forests:
     """Made of one profiled step, each when it is first asked for.
 
-    Args:
-        samples: in the profiled batch.
-
     Attributes:
         micro_batches: into how many the batch may be split: 1, 2, 4, ... and as many as there are samples.
     """
@@ -31,11 +28,7 @@ class Forests:
         self.micro_batches = [*(2**n for n in range(samples.bit_length()) if 2**n < samples), samples]
 
     def of(self, micro_batches: int, heads: Heads) -> Branch:
-        """All nodes that run, as one branch.
-
-        Args:
-            heads: those that may be run in chunks.
-        """
+        """All nodes that run, as one branch, with the heads that may be run in chunks."""
         key = (micro_batches, heads)
         if key not in self._made:
             size = -(-self._samples // micro_batches)

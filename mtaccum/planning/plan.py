@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +13,6 @@ from mtaccum.engine import StepOptions
 from mtaccum.engine.options import plain
 from mtaccum.memory import Prediction, format_bytes
 from mtaccum.planning.budget import Budget
-from mtaccum.planning.overrides import override_value
 
 PLANNED = ("schedule", "recompute", "head_groups", "chunks", "offload")
 """The options of a step that a plan chooses."""
@@ -205,3 +206,29 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "  ".join(padded).rstrip()
+
+
+# --- values as the grammar of the command (Hydra's) takes them literally ---
+
+# what the grammar reads as a text without quotes, in lists too
+_PLAIN = re.compile(r"[A-Za-z_./-][\w./-]*")
+_NOT_TEXT = {"null", "true", "false", "nan", "inf", "-inf", "on", "off", "yes", "no", "y", "n"}
+
+
+def override_value(value: Any) -> str:
+    """A plain value: ``[trunk.layer1,"trunk.layer3[0:3]"]``, ``{seg:4}``, ``0.5``."""
+    if isinstance(value, dict):
+        # its keys have no quotes
+        return f"{{{','.join(f'{key}:{override_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(override_value, value))}]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quoted(text: str) -> str:
+    """A text, in quotes where the grammar would take it for something else."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT and not text.startswith("-"):
+        return text
+    # a backslash means something before a quote only, and at the end, where the closing one follows
+    escaped = re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), text)
+    return f'"{escaped}"'

@@ -203,7 +203,6 @@ class _Planner:
         return sorted(shown, key=lambda plan: (-plan.peak_bytes, plan.rank))
 
     def notes(self) -> list[str]:
-        """What is not in the plans, and what may make the truth on a CUDA card differ."""
         return self._facts.notes(self._profile.ops)
 
     def _spare_idle_tasks(self, exactness: int) -> None:
@@ -265,15 +264,12 @@ class _Planner:
         while (choice := choose(self._forests.of(micro_batches, heads))) is not None:
             options = self._options("split", recompute=choice.recompute, chunks=dict(choice.chunks))
             way = _Way(options, micro_batches)
-            if (plan := self._add(way)) is not None or not self._leave_out(way):
+            if (plan := self._add(way)) is not None:
                 return plan
+            failed = [part for part in options.recompute if repr(part) in self._errors.get(way, "")]
+            if not self._forests.leave_out(failed):
+                return None
         return None
-
-    def _leave_out(self, way: _Way) -> bool:
-        """Leave out what a plan failed for, if that was a recomputed segment; whether it was."""
-        return self._forests.leave_out(
-            [segment for segment in way.options.recompute if repr(segment) in self._errors.get(way, "")]
-        )
 
     def _options(self, schedule: str, **chosen: Any) -> StepOptions:
         """The training's own options, with what a plan chooses."""

@@ -143,7 +143,6 @@ def find_candidates(chain: Chain, module: nn.Module, calls: Calls) -> Iterator[C
     """What can be recomputed in a node: modules that ran once, and runs of the children of Sequentials.
 
     Args:
-        module: the node's own.
         calls: for each module, by its id, the node and the positions of each of its runs.
     """
 

@@ -64,9 +64,6 @@ def profile_of(training: FakeTraining) -> Profile:
 class StepWatcher(FlopTracker):  # type: ignore[no-untyped-call]
     """Notes for each op of a step the node and position that it belongs to.
 
-    Args:
-        nodes: names of the nodes.
-
     Attributes:
         chains: by node, as far as they have run.
         calls: for each module, by its id, the node and the positions of each of its runs.

@@ -4,12 +4,7 @@ It is the random streams and the buffers. Whoever repeats a forward, undoes a st
 evaluates in between uses what is here.
 """
 
-from mtaccum.state.buffers import (
-    keeping_buffers,
-    not_learning,
-    swapped_buffers,
-    without_trace,
-)
+from mtaccum.state.buffers import keeping_buffers, not_learning, swapped_buffers, without_trace
 from mtaccum.state.random import RandomState, random_state_kept
 from mtaccum.state.replay import Replay
 from mtaccum.state.snapshot import Snapshot

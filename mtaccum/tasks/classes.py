@@ -95,6 +95,11 @@ class _Classes(Labelled):
         low, high = torch.aminmax(labels)
         return low, high
 
+    def _accuracy(self) -> Metric:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return MulticlassAccuracy(self.num_classes, average="micro", ignore_index=self.ignore_index)
+
     def update_metrics(self, metrics: Mapping[str, Metric], prediction: Tensor, batch: Any) -> None:
         labels = prediction.argmax(dim=1)
         for metric in metrics.values():
@@ -140,14 +145,10 @@ class Segmentation(_Classes):
         return resize(super().forward(features, batch), batch, self.size_like)
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+        from torchmetrics.classification import MulticlassJaccardIndex
 
-        return {
-            "miou": MulticlassJaccardIndex(self.num_classes, ignore_index=self.ignore_index),
-            "pixel_accuracy": MulticlassAccuracy(
-                self.num_classes, average="micro", ignore_index=self.ignore_index
-            ),
-        }
+        miou = MulticlassJaccardIndex(self.num_classes, ignore_index=self.ignore_index)
+        return {"miou": miou, "pixel_accuracy": self._accuracy()}
 
     def draw(self, prediction: Any, batch: Any) -> tuple[Tensor, Tensor] | None:
         """Classes in colours, with ignored labels in grey; None without a target, or if there are no pixels:
@@ -194,8 +195,4 @@ class Classification(_Classes):
         super().__init__(head, target, num_classes, class_weights, ignore_index, weight, on, mode)
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics.classification import MulticlassAccuracy
-
-        return {
-            "accuracy": MulticlassAccuracy(self.num_classes, average="micro", ignore_index=self.ignore_index)
-        }
+        return {"accuracy": self._accuracy()}

@@ -55,6 +55,15 @@ def paint_values(values: Tensor, low: Tensor, high: Tensor, valid: Tensor | None
     return _greyed(scale.to(values.device)[(fraction * 255).round().long()], known)
 
 
+def finite_limits(pixels: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest finite valid value of each sample (batch, 1, ...); inf and -inf if it has none."""
+    known = pixels.isfinite() if valid is None else pixels.isfinite() & valid
+    inside = tuple(range(1, pixels.dim()))
+    low = torch.where(known, pixels, torch.inf).amin(dim=inside, keepdim=True)
+    high = torch.where(known, pixels, -torch.inf).amax(dim=inside, keepdim=True)
+    return low, high
+
+
 @lru_cache(maxsize=8)
 def class_colours(count: int) -> Tensor:
     """Colours for classes, RGB (count, 3) in [0, 1]; fewer of them are the first ones of more.

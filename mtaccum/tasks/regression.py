@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mtaccum.batch import get_field
 from mtaccum.errors import ConfigError, TaskError
 from mtaccum.model.heads import DenseHead, PooledHead
-from mtaccum.tasks.colours import paint_values
+from mtaccum.tasks.colours import finite_limits, paint_values
 from mtaccum.tasks.labelled import Labelled, own_or_builtin, resize
 from mtaccum.tasks.registry import register_task
 
@@ -139,8 +139,8 @@ class Regression(Labelled):
             return None
         prediction, label = _first_channel(prediction).float(), _first_channel(target).float()
         valid = _first_channel(valid)
-        low, high = _limits(label, valid)
-        least, largest = _limits(prediction)
+        low, high = finite_limits(label, valid)
+        least, largest = finite_limits(prediction)
         flat = ~(low < high)
         low = torch.where(flat, torch.minimum(low, least), low)
         high = torch.where(flat, torch.maximum(high, largest), high)
@@ -150,14 +150,6 @@ class Regression(Labelled):
 def _first_channel(pixels: Tensor) -> Tensor:
     """(batch, height, width) of (batch, channels, height, width); unchanged if there are no channels."""
     return pixels[:, 0] if pixels.dim() == 4 else pixels
-
-
-def _limits(pixels: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Smallest and largest finite valid value of each sample (batch, 1, 1); inf and -inf if it has none."""
-    known = pixels.isfinite() if valid is None else pixels.isfinite() & valid
-    low = torch.where(known, pixels, torch.inf).amin(dim=(1, 2), keepdim=True)
-    high = torch.where(known, pixels, -torch.inf).amax(dim=(1, 2), keepdim=True)
-    return low, high
 
 
 def _aligned(prediction: Tensor, target: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,13 +14,7 @@ from mtaccum.training.evaluation import Evaluation
 
 
 class Display:
-    """Shows progress on standard output.
-
-    Args:
-        total_steps: optimizer steps of the whole training.
-        console: where to write; a terminal gets a progress bar, anything else lines.
-        shown: whether to write at all.
-    """
+    """Shows progress on standard output: a bar on a terminal, anywhere else lines."""
 
     def __init__(self, total_steps: int, console: Console | None = None, *, shown: bool = True) -> None:
         self._console = console or Console(soft_wrap=True, highlight=False, quiet=not shown)

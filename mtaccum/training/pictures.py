@@ -1,4 +1,4 @@
-"""Pictures of dense tasks: input, prediction and label of a few samples, side by side."""
+"""Pictures of a training: input, prediction and label of dense tasks, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from torch import Tensor
 
 from mtaccum.batch import Inputs, batch_size_of, get_field, take_samples, to_device
 from mtaccum.errors import BatchError
+from mtaccum.memory import PeakReport
+from mtaccum.memory.picture import draw_timelines, pixels_of
 from mtaccum.model import MultiTaskModel, evaluating
 from mtaccum.model.tree import named_errors
 from mtaccum.state import not_learning, random_state_kept
 from mtaccum.structure import map_tensors
 from mtaccum.tasks import Task
+from mtaccum.tasks.colours import finite_limits
 from mtaccum.training.loggers import Logger
 
 GAP = 4
@@ -26,11 +29,7 @@ _OFF = "trainer.pictures=0 leaves all pictures out"
 
 
 class Pictures:
-    """The first validation samples, and their pictures for the loggers that take some.
-
-    Args:
-        samples: how many; 0: none.
-    """
+    """The first validation samples, and their pictures for the loggers that take some."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -49,17 +48,27 @@ class Pictures:
         self._batches = self._batches or kept
 
     def log(self, step: int, model: MultiTaskModel, loggers: Sequence[Logger]) -> None:
-        """Give the loggers that take pictures one for each dense task, named ``val/TASK``.
-
-        Raises:
-            TaskError: as ``draw_pictures``.
-        """
+        """Give the loggers that take pictures one for each dense task, named ``val/TASK``."""
         takers = _takers(loggers)
         if not takers or not self._batches:
             return
         drawn = draw_pictures(model, self._batches, self._samples)
         for logger in takers if drawn else ():
             logger.log_pictures(step, {f"val/{name}": picture for name, picture in drawn.items()})
+
+
+def log_timeline(step: int, title: str, report: PeakReport, loggers: Sequence[Logger]) -> None:
+    """Give the loggers that take pictures one named ``memory/step`` of the step that was measured, if
+    matplotlib is installed."""
+    takers = _takers(loggers)
+    if not takers or not report.timeline:
+        return
+    try:
+        picture = pixels_of(draw_timelines({title: report.timeline}))
+    except ImportError:  # matplotlib is an extra
+        return
+    for logger in takers:
+        logger.log_pictures(step, {"memory/step": picture})
 
 
 def _takers(loggers: Sequence[Any]) -> list[Any]:
@@ -155,9 +164,7 @@ def _as_image(inputs: Any) -> Tensor | None:
     if inputs.is_complex() or inputs.numel() == 0:
         return None
     values = inputs.float()
-    finite = values.isfinite()
-    low = torch.where(finite, values, torch.inf).amin(dim=(1, 2, 3), keepdim=True)
-    high = torch.where(finite, values, -torch.inf).amax(dim=(1, 2, 3), keepdim=True)
+    low, high = finite_limits(values)
     span = (high - low).clamp_min(torch.finfo(values.dtype).tiny)
     return ((values - low) / span).expand(-1, 3, -1, -1)
 

@@ -24,10 +24,9 @@ from mtaccum.training.display import Display
 from mtaccum.training.evaluation import Evaluation, evaluate, weighted_loss
 from mtaccum.training.interrupt import Interrupt, interruptible
 from mtaccum.training.loggers import Logger
-from mtaccum.training.pictures import Pictures
+from mtaccum.training.pictures import Pictures, log_timeline
 from mtaccum.training.settings import Outcome, TrainerSettings
 from mtaccum.training.state import load_state, state_of
-from mtaccum.training.timeline import log_timeline
 
 
 class Trainer:
@@ -174,9 +173,8 @@ class Trainer:
         if measurable and self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
             copies = [] if self.average is None else [self.average]
             result, peak = measure_step(self.engine, window, existing=copies, timeline=True)
-            log_timeline(
-                self.steps + 1, f"step {self.steps + 1}: {self.engine.options.schedule}", peak, self.loggers
-            )
+            title = f"step {self.steps + 1}: {self.engine.options.schedule}"
+            log_timeline(self.steps + 1, title, peak, self.loggers)
             self.peak = replace(peak, timeline=())
         else:
             result = self.engine.step(window)

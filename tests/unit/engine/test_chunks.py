@@ -43,7 +43,7 @@ from mtaccum import (
     register_split,
     split_batch,
 )
-from mtaccum.engine import StepResult, fit, levers
+from mtaccum.engine import StepResult, checks, levers
 from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.memory import measure_peak
 
@@ -978,7 +978,7 @@ def test_what_a_window_saves_is_offloaded_to_pinned_memory_until_its_backwards(
     engine.accumulate(window)
     assert saved == []
     model.zero_grad()
-    monkeypatch.setattr(fit, "_check_offload", lambda *_: None)
+    monkeypatch.setattr(checks, "_check_offload", lambda *_: None)
     engine = Engine(model, offload=True)
     engine.accumulate(window)
     assert len(saved) == len(back) > 10

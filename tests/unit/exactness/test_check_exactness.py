@@ -28,8 +28,8 @@ from mtaccum import (
     split_batch,
 )
 from mtaccum.exactness import ExactnessReport, Finding
-from mtaccum.exactness.doubles import copy_of
 from mtaccum.exactness.reference import compare
+from mtaccum.exactness.subject import copy_of
 from mtaccum.observe import observing
 
 SCHEDULES = ("summed", "sequential", "split")
