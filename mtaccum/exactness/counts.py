@@ -22,7 +22,7 @@ _MARGIN = 100  # sums of losses round more than those of gradients
 def check_counts(model: MultiTaskModel, batch: Any, active: Sequence[str], *, bound: float) -> list[Finding]:
     """Compare each task's loss on a batch with that on its samples, one by one.
 
-    Runs in evaluation mode, where no layer couples samples and nothing is drawn.
+    Runs in evaluation mode, where no layer couples samples and nothing is drawn, and leaves the model in it.
 
     Args:
         batch: at least 2 samples; better more, with labels missing here and there.
@@ -31,18 +31,13 @@ def check_counts(model: MultiTaskModel, batch: Any, active: Sequence[str], *, bo
     samples = batch_size_of(batch)
     if samples < 2:
         return [Finding("count", ", ".join(active), "not checked: there is only one sample.", fault=False)]
-    modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    try:
-        with torch.no_grad():
-            return [
-                finding
-                for name in active
-                if (finding := _check(model, name, batch, samples, _MARGIN * bound)) is not None
-            ]
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with torch.no_grad():
+        return [
+            finding
+            for name in active
+            if (finding := _check(model, name, batch, samples, _MARGIN * bound)) is not None
+        ]
 
 
 def _check(model: MultiTaskModel, name: str, batch: Any, samples: int, tolerance: float) -> Finding | None:
