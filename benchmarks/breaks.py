@@ -1,6 +1,7 @@
 """Drawn one-line breaks of the package, and the tests that notice them.
 
     python benchmarks/breaks.py engine=70 exactness=25  # draws, and records the test that notices each
+    python benchmarks/breaks.py parallel=+12            # 12 more than are recorded, from today's sources
     python benchmarks/breaks.py --again                 # makes the recorded breaks once more
     python benchmarks/breaks.py --unnoticed             # those that nothing noticed, after tests were added
 
@@ -81,15 +82,18 @@ class Session:
             return self.copy.run([test.partition("::")[0]], [test]).failed
 
 
-def draw_and_record(session: Session, counts: Mapping[str, int], seed: int, records: Path) -> int:
+def draw_and_record(session: Session, counts: Mapping[str, str], seed: int, records: Path) -> int:
     """Draw breaks, and append a record of each that hasn't one."""
     known = {made.id: made for made in recorded(records)}
     for part, number in counts.items():
-        for made in draw(session.folder, part, number, seed):
+        for made in drawn(session.folder, part, number, seed, list(known.values())):
             if (old := known.get(made.id)) is not None:
                 same = (old.file, old.line, old.broken_line) == (made.file, made.line, made.broken_line)
                 if not same:
-                    sys.exit(f"{made.id} was drawn from other sources or with another seed; see --again")
+                    sys.exit(
+                        f"{made.id} was drawn from other sources or with another seed. To make it once more "
+                        f"give --again; to draw others, {part}=+{number}"
+                    )
                 continue
             found = find(session.folder, made)
             assert found is not None, made
@@ -99,6 +103,19 @@ def draw_and_record(session: Session, counts: Mapping[str, int], seed: int, reco
                 print(json.dumps(made.as_dict()), file=file)
             show(made, made.noticed_by or "noticed by nothing", time.monotonic() - started)
     return 0
+
+
+def drawn(package: Path, part: str, number: str, seed: int, known: Sequence[Break]) -> list[Break]:
+    """So many breaks of a part; with a plus so many that aren't recorded, numbered on from those that are."""
+    if not number.startswith("+"):
+        return draw(package, part, int(number), seed)
+    old = [made for made in known if made.id.startswith(f"{part}-")]
+    have = {(made.function, made.statement, made.broken_statement) for made in old}
+    found = draw(package, part, int(number) + len(old), seed)
+    more = [made for made in found if (made.function, made.statement, made.broken_statement) not in have]
+    return [
+        replace(made, id=f"{part}-{len(old) + index:03}") for index, made in enumerate(more[: int(number)])
+    ]
 
 
 def again(session: Session, records: Path, words: Mapping[str, str], only: Sequence[str]) -> int:
@@ -186,7 +203,7 @@ def show(made: Break, what: str, seconds: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "parts", nargs="*", help="engine=70: so many breaks of that part; --again: ids begin so"
+        "parts", nargs="*", help="engine=70, engine=+5: so many breaks of that part; --again: ids begin so"
     )
     parser.add_argument("--again", action="store_true", help="make the recorded breaks once more")
     parser.add_argument("--unnoticed", action="store_true", help="try those that nothing noticed once more")
@@ -210,7 +227,7 @@ def main() -> int:
             return again(session, records, words, given.parts)
         if given.unnoticed:
             return retry(session, records, words, given.parts)
-        counts = {part: int(number) for part, _, number in (p.partition("=") for p in given.parts)}
+        counts = {part: number for part, _, number in (p.partition("=") for p in given.parts)}
         return draw_and_record(session, counts, given.seed, records)
     finally:
         copy.close()

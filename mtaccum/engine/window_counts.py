@@ -32,7 +32,7 @@ class WindowCounts:
     labels: LabelCounts
     weights: Mapping[str, float]
     agreement: Agreement
-    loss_factor: int = 1
+    loss_factor: int
 
     @classmethod
     def agreed(cls, labels: LabelCounts, model: MultiTaskModel, ranks: Ranks) -> WindowCounts:

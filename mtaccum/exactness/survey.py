@@ -32,7 +32,7 @@ def survey(subject: Subject) -> tuple[list[Finding], bool]:
 
     def forwards() -> list[Tensor]:
         return [
-            loss.detach()
+            loss
             for index in subject.telling
             for _, loss in losses(model, batches[index], subject.labels.active_in(index))
         ]

@@ -158,6 +158,19 @@ def halves() -> MultiTaskModel:
     return MultiTaskModel(nn.Linear(3, 8), tasks, inputs="x").double()
 
 
+def heads_apart() -> MultiTaskModel:
+    """Beside a head that learns one with statistics, and one from whose pass nothing could learn."""
+    torch.manual_seed(0)
+    tasks = {
+        "normed": Squared(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1)), "cls"),
+        "fixed": Squared(nn.Identity(), "value"),
+        "other": Squared(nn.Linear(8, 1)),
+    }
+    model = MultiTaskModel(nn.Linear(3, 8), tasks, inputs="x").double()
+    model.trunk.requires_grad_(False)
+    return model
+
+
 def asking(*asked: str, labelled: bool = True) -> list[Any]:
     made = plain_batch(3, seed=len(asked))
     return [{"x": made["x"], "asked": asked, "y": made["x"] if labelled else None}]
@@ -195,6 +208,9 @@ OPTIONS: dict[str, tuple[Any, Windows, dict[str, Any]]] = {
     ),
     "a_loss_that_is_constant_on_one_rank": (halves, [asking(), asking("second")], {}),
     "a_loss_that_is_constant_summed": (halves, [asking(), asking("first")], {"schedule": "summed"}),
+    "heads_apart_that_are_idle_on_one_rank": (
+        heads_apart, [[plain_batch(3)], [plain_batch(4) | {"cls": None, "value": None}]], {}
+    ),
     "only_a_detached_task_at_last": (
         tree, [[batch(1), batch(2, without=only("last"))], [batch(3), batch(4, without=only("last"))]], {}
     ),
@@ -364,3 +380,16 @@ def test_adamw_leaves_what_is_idle_everywhere_as_it_is_i1_d7(pool: Pool, kind: s
         assert {"tasks.seg.head.conv.weight", "trunk.conv.weight"} <= moved
         still = ("tasks.side", "tasks.again", "trunk.side", "trunk.unused")
         assert not {name for name in moved if name.startswith(still)}
+
+
+@kinds
+def test_adamw_leaves_what_is_idle_as_it_is_after_it_has_learned_i1(pool: Pool, kind: str) -> None:
+    windows = [[batch(rank), batch(rank + 2, without=["pair"])] for rank in range(2)]
+
+    first, then = (pool.run(steps, tree, kind, windows, number, {"weight_decay": 0.5}) for number in (1, 2))
+
+    for before, after in zip(first, then, strict=True):
+        assert not torch.equal(before["trunk.side.weight"], before["before.trunk.side.weight"])
+        same = {name for name, value in before.items() if torch.equal(value, after[name])}
+        assert {"trunk.side.weight", "tasks.side.head.layer.weight"} <= same
+        assert "trunk.conv.weight" not in same

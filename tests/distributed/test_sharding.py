@@ -220,6 +220,33 @@ def test_after_an_error_in_a_pass_it_cant_go_on(pool: Pool) -> None:
             assert refusal.startswith("TaskError: an earlier step failed while parameters were gathered")
 
 
+class Hooked(nn.Linear):
+    """Notes how many hooks are on its weight each time that it runs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.hooks: list[int] = []
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.hooks.append(len(self.weight._backward_hooks or ()))
+        return super().forward(features)
+
+
+def hooks_of_three_steps() -> list[int]:
+    trunk = Hooked(3, 3)
+    model = MultiTaskModel(trunk, {"a": Squared(nn.Linear(3, 1))}, inputs="x").double()
+    shard(model)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        engine.step([plain_batch(2)])
+    return trunk.hooks
+
+
+def test_hooks_do_not_become_more_with_each_step(pool: Pool) -> None:
+    for hooks in pool.run(hooks_of_three_steps):
+        assert hooks == [1, 1, 1]
+
+
 def nothing_to_do() -> list[Any]:
     """Windows without labels, without batches, and without tasks."""
     model = plain_model()

@@ -102,6 +102,20 @@ def test_breaks_are_drawn_and_recorded_with_the_test_that_notices_them(toy: Path
     assert (toy / "tests/breaks.jsonl").read_text() == "".join(kept)
 
 
+def test_more_breaks_are_drawn_from_sources_that_have_changed(toy: Path) -> None:
+    drawn = draw(toy / "toy", "core", 3, 0)
+    records_file = toy / "tests/breaks.jsonl"
+    records_file.write_text("".join(f"{json.dumps(made.as_dict())}\n" for made in drawn))
+    sums = toy / "toy/core/sums.py"
+    sums.write_text(f"{SUMS}\n\ndef half(value: int) -> float:\n    return value / 2\n")
+    code, lines = run(toy, "core=+2")
+    assert code == 0
+    assert len(lines) == 2
+    assert [record["id"] for record in records(toy)] == [f"core-00{number}" for number in range(5)]
+    assert len({(record["statement"], record["broken_statement"]) for record in records(toy)}) == 5
+    assert "half" in {record["function"] for record in records(toy)}
+
+
 def test_recorded_breaks_are_noticed_again_where_code_and_tests_have_moved(toy: Path) -> None:
     drawn = [replace(made, noticed_by=NOTICES) for made in draw(toy / "toy", "core", 5, 0)]
     recorded = [made for made in drawn if made.function == "total" and made.broken_line != "pass"]

@@ -331,6 +331,24 @@ def test_the_head_of_a_frozen_task_keeps_its_statistics_b3(schedule: str, recomp
     assert_close_gradients(model, reference, 1e-12)
 
 
+class RunsAgain(nn.Sequential):
+    """Layers with a checkpoint of their own, which run once more in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+        return output
+
+
+@schedules
+def test_a_frozen_node_that_runs_again_in_the_backward_keeps_its_statistics_b4(schedule: str) -> None:
+    frozen, learning = RunsAgain(norm(), nn.Tanh()), RunsAgain(norm(), nn.Tanh())
+    model = model_of(nn.Identity(), a=frozen, b=learning)
+    model.task("a").requires_grad_(False)
+    run(model, window_of("ab"), schedule)
+    assert torch.equal(frozen[0].running_mean, torch.zeros(2))
+    assert not torch.equal(learning[0].running_mean, torch.zeros(2))
+
+
 @schedules
 def test_a_layer_shared_with_a_frozen_head_moves_for_the_other_alone_s2(schedule: str) -> None:
     shared = norm()

@@ -580,6 +580,24 @@ def test_a_segment_that_does_something_else_when_it_runs_again_is_an_error(sched
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@schedules
+def test_a_segment_that_fails_only_when_it_runs_again_says_so(schedule: str) -> None:
+    class UsesUp(nn.Module):
+        """Takes what it needs, so that it is gone the next time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scales = nn.Linear(3, 3), [2.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scales.pop()
+
+    model = MultiTaskModel(UsesUp(), {"a": Squared(nn.Linear(3, 1))}, inputs="x")
+    with pytest.raises(TaskError, match=r"'trunk' failed when it ran again, and had not at first: pop from"):
+        Engine(model, schedule=schedule, recompute=["trunk"]).accumulate([{"x": torch.rand(4, 3)}])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 # --- segments that aren't called --------------------------------------------------------------------------
 
 

@@ -202,6 +202,31 @@ def test_a_count_that_does_not_add_up_is_named() -> None:
     assert "one by one" in found["count"].message
 
 
+class WithItsLoss(Head):
+    """A head that computes its loss in the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        scores = super().forward(x)
+        return {"scores": scores, "loss": scores.square().mean()}
+
+
+class CountsLate(Task):
+    """A mean over all samples that says it is one over the late ones."""
+
+    def loss(self, prediction: dict[str, Tensor], batch: Any) -> Tensor:
+        return prediction["loss"]
+
+    def count(self, batch: Any) -> Any:
+        return batch["late"].sum()
+
+
+def test_a_count_is_compared_with_a_loss_from_the_forward_too() -> None:
+    model, given = make(task=CountsLate(WithItsLoss(), "late")), batch()
+    late = {**given, "late": (torch.arange(8) > 2).double()}
+    assert faults(check_exactness(model, [late]))["count"].where == "bad"
+    assert check_exactness(model, [{**given, "late": torch.ones(8)}]).exact
+
+
 class Dice(Task):
     """A ratio of sums, and so no mean over labels."""
 
@@ -275,17 +300,25 @@ def test_any_layer_that_couples_samples_is_named() -> None:
     assert faults(report)["coupled samples"].where == "bad"
 
 
+class Numbered(nn.Module):
+    """Each sample's number, and its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.arange(len(x)), x
+
+
 class OwnGenerator(nn.Module):
-    """Noise of a generator that no replay knows."""
+    """Noise of a generator that no replay knows; one of two results of the module that hands it on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 6)
-        self.noise = nn.Identity()
+        self.noise = Numbered()
         self.generator = np.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.noise(torch.from_numpy(self.generator.random(len(x))).to(x)[:, None])
+        _, noise = self.noise(torch.from_numpy(self.generator.random(len(x))).to(x)[:, None])
+        return self.linear(x) * noise
 
 
 class Counting(nn.Module):
@@ -557,9 +590,10 @@ def test_a_head_that_reads_past_the_cut_is_found() -> None:
 
 
 def test_a_forward_that_fails_is_a_fault_with_its_place() -> None:
-    found = faults(check_exactness(make(nn.Linear(7, 2)), [batch()]))
-    assert "mat1" in found["failure"].message
-    assert "task 'bad'" in found["failure"].message
+    (failure,) = check_exactness(make(nn.Linear(7, 2)), [batch()]).findings  # nothing else was looked at
+    assert (failure.kind, failure.fault) == ("failure", True)
+    assert "mat1" in failure.message
+    assert "task 'bad'" in failure.message
 
 
 # --- what is said beside ----------------------------------------------------------------------------------
@@ -646,6 +680,12 @@ def test_samples_are_cut_and_it_says_so() -> None:
     assert "samples" not in notes(check_exactness(make(), split_batch(batch(8), 2), samples=8))
 
 
+def test_of_a_single_sample_the_count_is_not_checked_and_it_says_so() -> None:
+    report = check_exactness(make(), [batch(1)])
+    assert report.exact, report
+    assert "only one sample" in notes(report)["count"].message
+
+
 def test_a_part_of_recompute_without_effect_is_noted() -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:
@@ -685,11 +725,20 @@ def test_arguments_that_are_not_valid_are_errors() -> None:
         check_exactness(make(), [])
 
 
-def test_it_warns_of_nothing_itself() -> None:
-    model = make(trunk=nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6)), task=Dice(additive=False))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_exactness(model, split_batch(batch(), 2))
+class Outdated(nn.Module):
+    """Warns each time that it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("use something else", FutureWarning, stacklevel=2)
+        return x
+
+
+def test_it_warns_of_nothing() -> None:
+    trunk = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), Outdated())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check_exactness(make(trunk=trunk, task=Dice(additive=False)), split_batch(batch(), 2))
+    assert said == []
 
 
 def test_necks_and_classes_are_compared_by_node() -> None:

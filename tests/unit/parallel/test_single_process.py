@@ -206,6 +206,21 @@ def test_joined_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == [True]
 
 
+def test_joined_on_gpus_each_rank_works_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    used: list[torch.device] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: made.append(backend))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    for name, value in {**LAUNCHED, "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    with joined():
+        assert used == [torch.device("cuda", 1)]
+    assert made == ["cpu:gloo,cuda:nccl"]
+
+
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert local_device() == torch.device("cpu")

@@ -6,6 +6,7 @@ import copy
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -526,6 +527,8 @@ def test_a_report_is_a_table_with_one_arrow_and_the_options() -> None:
     assert arrows[1] == f"-> {report.reasons()}"
     assert shlex.split(lines[-1]) == plan.overrides()
     assert "BatchNorm normalises by the micro-batch" in text
+    exact = plans_of("heavy heads")
+    assert exact.reasons().endswith("; the cheapest in FLOPs that fits, with exact gradients")
 
 
 def test_a_report_without_a_plan_says_why() -> None:
@@ -544,6 +547,8 @@ def test_a_report_is_a_dict_for_json(budget: int) -> None:
     }
     assert values["budget"]["tensor_bytes"] == budget
     assert values["batch_size"] == SAMPLES
+    assert values["notes"] == list(report.notes)
+    assert replace(report, elapsed_s=1.23456).as_dict()["elapsed_s"] == 1.235
     assert set(values["schedules"]) == {"summed", "sequential", "split"}
     for plan in (*values["pareto_front"], values["smallest"]):
         assert sum(plan["peak_by_kind"].values()) == plan["peak_bytes"]

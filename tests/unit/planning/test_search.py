@@ -289,6 +289,16 @@ def test_what_is_left_behind_has_to_fit_too() -> None:
     assert branch.tradeoffs() == [branch.cheapest(), branch.least()]
 
 
+def test_what_a_part_hands_on_stays_though_it_is_made_where_the_part_begins() -> None:
+    chain = Chain("trunk")
+    for _ in range(2):
+        chain.add_position()
+    chain.made = [Storage(0, 1000, [0], kept=True), Storage(0, 300, [1], kept=True)]
+    chain.candidates = [Candidate("first", 0, 1)]
+    least = Branch(chain, (), Share()).least()
+    assert (least.recompute, least.kept_bytes) == (("first",), 300)
+
+
 def test_parts_that_save_little_are_not_named() -> None:
     chain = random_chain(5, 6)
     some = Branch(chain, (), Share(least_saving_bytes=1)).least()
