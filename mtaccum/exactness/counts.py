@@ -22,7 +22,7 @@ _MARGIN = 100  # sums of losses round more than those of gradients
 def check_counts(model: MultiTaskModel, batch: Any, active: Sequence[str], *, bound: float) -> list[Finding]:
     """Compare each task's loss on a batch with that on its samples, one by one.
 
-    Runs in evaluation mode, where no layer couples samples and nothing is drawn, and leaves the model in it.
+    Runs in evaluation mode, where no layer couples samples and nothing is drawn.
 
     Args:
         batch: at least 2 samples; better more, with labels missing here and there.
