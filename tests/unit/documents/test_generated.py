@@ -235,7 +235,7 @@ def test_step_pages_list_the_methods_where_ranks_meet() -> None:
     # what a kind may do otherwise, but for what is about a model, its options, or one rank's own look at it
     own = {"conflict", "check", "before_step", "local", "evaluated", "rank", "world_size", "is_rank_zero"}
     public = {name for name in vars(Ranks) if not name.startswith("_")}
-    assert listed == public - own - {"kind", "averages", "shares_gradients"}
+    assert listed == public - own - {"kind", "averages", "shares_gradients", "comm_hook"}
 
 
 def test_ids_of_cases_in_names_of_tests_are_in_the_cases() -> None:
