@@ -39,6 +39,7 @@ from mtaccum.memory import FakeTraining, Prediction, measure_step
 from mtaccum.memory.predict import FlopTracker
 from mtaccum.planning import PLANNED, Budget, Plan, PlanReport, plan_training, planner
 from mtaccum.planning.watcher import Profile, profile_of
+from mtaccum.torch_internals import running_graph_node
 
 pytestmark = pytest.mark.filterwarnings("ignore::mtaccum.InexactWarning")
 
@@ -434,6 +435,35 @@ def test_head_groups_that_do_not_fit_are_not_made() -> None:
 
     assert groups(grouped) == (("a", "b"),)
     assert groups(grouped - 1) == ()
+
+
+# --- segments that can't be recomputed ----------------------------------------------------------------------
+
+
+class Forward(nn.Module):
+    """A layer that fails in a backward, and so can't be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if running_graph_node() is not None:
+            raise RuntimeError("not in a backward")
+        return self.conv(x).tanh()
+
+
+def test_segments_that_fail_when_they_run_again_are_left_out_and_others_recomputed() -> None:
+    def build() -> MultiTaskModel:
+        torch.manual_seed(0)
+        trunk = nn.Sequential(block(3, 6), Forward(), *(block(6, 6) for _ in range(4)))
+        task = Classification(3, head=pooled(), target="cls")
+        return MultiTaskModel(trunk, {"cls": task}, inputs="image").double()
+
+    smallest = find_plan(build, batch_of(1), build_optimizer=sgd).smallest
+    assert smallest.accumulate == 1
+    assert smallest.options.recompute
+    assert not {"trunk", "trunk.1"} & set(smallest.options.recompute)
 
 
 # --- batches and labels -------------------------------------------------------------------------------------
