@@ -27,11 +27,11 @@ from typing import Any
 import pytest
 from breaks_plugin import Chosen, Sample
 
-_LEFT_OUT = (".git", "__pycache__", ".*_cache", "results", "outputs", "multirun", ".hypothesis", "shared")
+_LEFT_OUT = (".git", "__pycache__", ".*_cache", "outputs", "multirun", ".hypothesis", "shared")
 _NOTES = "notes"
 _POLL_S = 0.02
 _HANGS_S, _TIMES = 60.0, 10  # a test hangs that takes longer than this, and so many times what it is known to
-_UNKNOWN_S = 60.0  # what a test may take of which nothing is known
+_UNKNOWN_S = 20.0  # what a test may take of which nothing is known
 
 
 @dataclass
