@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mtaccum.batch import register_split, split_batch, windows
+from mtaccum.batch import path, register_split, split_batch, windows
 from mtaccum.engine import Engine, LabelCounts, StepOptions, StepResult, sequential_backward, split_backward
 from mtaccum.errors import (
     BatchError,
@@ -60,6 +60,7 @@ __all__ = [
     "evaluate",
     "find_plan",
     "load",
+    "path",
     "reduce_gradients",
     "register_split",
     "register_structure",

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ Pack = Callable[[Any, Sequence[Any]], Any]
 
 _registered: dict[type, tuple[Unpack, Pack]] = {}
 _COLLECTIONS = (set, frozenset, deque, ValuesView, ItemsView)  # that can be looked into, but not put together
+_NO_WAY_IN = "mtaccum can't take that type apart"
 _SEARCH_DEPTH = 5  # of objects in objects; a cache of keys and values has three
 
 
@@ -49,9 +51,9 @@ def _pack_dataclass(value: Any, members: Sequence[Any]) -> Any:
 
 def _pack_mapping(value: Any, members: Sequence[Any]) -> Any:
     if not isinstance(value, MutableMapping):
-        return dict(zip(value, members, strict=True))
+        return dict(zip(value.keys(), members, strict=True))
     clone = copy.copy(value)  # keeps the type, order and extras such as a default factory
-    for key, member in zip(list(value), members, strict=True):
+    for key, member in zip(list(value.keys()), members, strict=True):
         clone[key] = member
     return clone
 
@@ -77,7 +79,7 @@ def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return lambda v: [getattr(v, f.name) for f in dataclasses.fields(v)], _pack_dataclass
     if isinstance(value, Mapping):
-        return lambda v: [v[key] for key in v], _pack_mapping
+        return lambda v: list(v.values()), _pack_mapping  # a TensorDict iterates over its rows
     if isinstance(value, tuple):
         return list, _pack_tuple
     if isinstance(value, list):
@@ -85,20 +87,25 @@ def unpacker(value: Any) -> tuple[Unpack, Pack] | None:
     return None
 
 
-def _refuse_hidden_tensors(value: Any) -> None:
-    """Raise if an object that can't be taken apart holds tensors: they would silently not be cut."""
-    # what an iterator holds can't be known without using it up
-    if isinstance(value, Iterator) or _holds_tensors(value, _SEARCH_DEPTH):
-        raise _hidden(value, "mtaccum can't take that type apart")
-
-
-def _refuse_tensors_beside(value: Any, members: Sequence[Any]) -> None:
-    """Raise if a container of a user's own holds tensors that aren't among its members."""
+def hides_tensors(value: Any, kinds: tuple[type, ...] = (Tensor, np.ndarray)) -> bool:
+    """Whether a value holds tensors or arrays that aren't among what it can be taken apart into."""
+    if isinstance(value, torch.nn.Module | type) or _is_registered(value):
+        return False
+    handler = unpacker(value)
+    if handler is None:
+        return _holds(value, kinds, _SEARCH_DEPTH)
     if type(value) in (tuple, list, dict) or not getattr(value, "__dict__", None):
-        return
-    known = {id(tensor) for tensor in tensors_of(list(members), strict=False)}
-    if any(id(tensor) not in known for tensor in tensors_of(list(vars(value).values()), strict=False)):
-        raise _hidden(value, "not all of them are its fields or entries")
+        return False
+    known = {id(tensor) for tensor in tensors_of(handler[0](value), strict=False)}
+    return any(id(tensor) not in known for tensor in tensors_of(list(vars(value).values()), strict=False))
+
+
+def _refuse_hidden_tensors(value: Any) -> None:
+    """Raise if tensors of a value would silently not be cut."""
+    # what an iterator holds can't be known without using it up
+    if isinstance(value, Iterator) or hides_tensors(value, (Tensor,)):
+        known = unpacker(value) is not None
+        raise _hidden(value, f"{'not all of them are its fields or entries' if known else _NO_WAY_IN}")
 
 
 def _hidden(value: Any, why: str) -> FeatureError:
@@ -124,11 +131,11 @@ def _is_registered(value: Any) -> bool:
     return any(cls in _registered for cls in type(value).__mro__)
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
-    """Whether there is a tensor in an object's attributes, or in what these hold, and so on."""
+def _holds(value: Any, kinds: tuple[type, ...], depth: int) -> bool:
+    """Whether one of these kinds is in an object's attributes, or in what these hold, and so on."""
     handler = unpacker(value)
     inside = _held_by(value) if handler is None else handler[0](value)
-    return any(isinstance(item, Tensor) or (depth > 0 and _holds_tensors(item, depth - 1)) for item in inside)
+    return any(isinstance(item, kinds) or (depth > 0 and _holds(item, kinds, depth - 1)) for item in inside)
 
 
 def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = True) -> Any:
@@ -140,16 +147,13 @@ def map_tensors(nest: Any, function: Callable[[Tensor], Any], *, strict: bool = 
     """
     if isinstance(nest, Tensor) and type(nest) not in _registered:
         return function(nest)
+    if strict:
+        _refuse_hidden_tensors(nest)
     handler = unpacker(nest)
     if handler is None:
-        if strict and not isinstance(nest, torch.nn.Module | type):
-            _refuse_hidden_tensors(nest)
         return nest
     unpack, pack = handler
-    members = unpack(nest)
-    if strict and not _is_registered(nest):
-        _refuse_tensors_beside(nest, members)
-    return pack(nest, [map_tensors(member, function, strict=strict) for member in members])
+    return pack(nest, [map_tensors(member, function, strict=strict) for member in unpack(nest)])
 
 
 def tensors_of(nest: Any, *, strict: bool = True) -> list[Tensor]:
@@ -167,7 +171,7 @@ def _collect(value: Any, found: list[Tensor], strict: bool) -> None:
     elif (handler := unpacker(value)) is not None:
         for member in handler[0](value):
             _collect(member, found, strict)
-    elif strict and not isinstance(value, torch.nn.Module | type):
+    elif strict:
         _refuse_hidden_tensors(value)
 
 
@@ -176,9 +180,18 @@ def detach(nest: Any) -> Any:
     return map_tensors(nest, Tensor.detach)
 
 
-def rewrapped(nest: Any) -> Any:
-    """The same tensors in new containers, so that whoever gets them may rearrange its own."""
-    return map_tensors(nest, lambda tensor: tensor, strict=False)
+def aliased(nest: Any) -> Any:
+    """The same values in new containers, so that whoever gets them may rearrange its own; those with a
+    gradient under a name of their own, on which it may put hooks."""
+    own: dict[int, Tensor] = {}  # one tensor may stand in several places: it stays one
+
+    def alias(tensor: Tensor) -> Tensor:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not plain or not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        return own.setdefault(id(tensor), torch.ops.aten.alias(tensor))
+
+    return map_tensors(nest, alias, strict=False)
 
 
 def describe(nest: Any) -> str:
@@ -186,7 +199,7 @@ def describe(nest: Any) -> str:
     if isinstance(nest, Tensor):
         return f"Tensor{tuple(nest.shape)}".replace(",)", ")")
     if isinstance(nest, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(nest[key])}" for key in nest) + "}"
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in nest.items()) + "}"
     handler = unpacker(nest)
     if handler is None:
         return type(nest).__name__

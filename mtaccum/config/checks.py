@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mtaccum.batch import own_view
 from mtaccum.config.objects import collate
 from mtaccum.config.schema import RunConfig
 from mtaccum.errors import BatchError, ConfigError, first_line
@@ -90,7 +91,7 @@ def check_targets(config: RunConfig, model: MultiTaskModel, train: Any) -> None:
 
 def _has_label(name: str, task: Task, batch: Any) -> bool:
     try:
-        return bool(task.count(batch) > 0)
+        return bool(task.count(own_view(batch)) > 0)
     except (RuntimeError, TypeError, AttributeError, LookupError, BatchError) as error:
         raise ConfigError(
             f"tasks.{name}: counting its labels failed: {type(error).__name__}: {error}"

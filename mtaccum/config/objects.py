@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from mtaccum.batch import field_of_config, is_written_path
 from mtaccum.config.schema import RunConfig
 from mtaccum.data import batch_errors
 from mtaccum.errors import ConfigError, TaskError, unknown_name
@@ -71,7 +72,7 @@ def build_model(config: RunConfig, batch: Any = None) -> tuple[MultiTaskModel, R
     """
     necks = {name: _neck(name, neck) for name, neck in config.necks.items()}
     trunk = None if config.trunk is None else instantiate("trunk", config.trunk)
-    inputs = tuple(config.data.inputs) if isinstance(config.data.inputs, list) else config.data.inputs
+    inputs = field_of_config(config.data.inputs)
     tasks = config.tasks
     if batch is not None:
         features = _features(trunk, necks, inputs, batch)
@@ -173,6 +174,8 @@ def _task(name: str, config: Mapping[str, Any]) -> Task:
     for key, value in arguments.items():
         if isinstance(value, Mapping) and "_target_" in value:
             arguments[key] = instantiate(f"tasks.{name}.{key}", value)
+        elif is_written_path(value) or key == "target":
+            arguments[key] = field_of_config(value)
     if isinstance(arguments.get("on"), list):
         arguments["on"] = tuple(arguments["on"])
     try:

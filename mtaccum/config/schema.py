@@ -33,10 +33,14 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+WrittenPath = Annotated[dict[Literal["path"], list[str | int]], Field(min_length=1, max_length=1)]
+"""A field inside of another, as a config writes it: ``{path: [1, seg]}``."""
+
+
 class DataConfig(_Section):
     """Data sets, and how they are loaded."""
 
-    inputs: str | int | list[str]
+    inputs: str | int | WrittenPath | list[str | int | WrittenPath]
     train: dict[str, Any]
     val: dict[str, Any]
     collate_fn: Any

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mtaccum.batch import batch_size_of, split_sizes, take_micro_batch
+from mtaccum.batch import batch_size_of, own_view, split_sizes, take_micro_batch
 from mtaccum.engine.options import StepOptions
 from mtaccum.engine.result import LossLog, sum_of_terms
 from mtaccum.engine.schedules import Features, Node
@@ -72,6 +72,7 @@ class Binding:
             run=lambda features: self.ranks.run_node(name, lambda: self._features(name, features)),
             children=tuple(self._nodes(below)),
             module=self.model.node(name),
+            reads=self.batch,
         )
 
     def _features(self, name: str, above: Features) -> Any:
@@ -84,6 +85,7 @@ class Binding:
             name,
             run=lambda features: self._scaled_loss(name, features, chunk),
             learns=self.model.task(name).mode != "detached",
+            reads=self.batch,
         )
 
     def _scaled_loss(self, name: str, above: Features, chunk: int | None) -> Tensor:
@@ -107,7 +109,7 @@ class Binding:
         with self.autocast(), self._frozen(name):
             prediction = self.model.run(name, features, batch)
             with named_errors(lambda: f"the loss of task {name!r}, given {describe(prediction)}"):
-                loss = task.loss(prediction, batch)
+                loss = task.loss(prediction, own_view(batch))
                 total = sum_of_terms(loss)
         self.log.add(name, loss, total, chunk)
         return prediction, total
@@ -163,4 +165,4 @@ def _grouped(leaves: Sequence[Node]) -> Node:
         return total
 
     name = "+".join(leaf.name for leaf in leaves)
-    return Node(name, run, learns=any(leaf.learns for leaf in leaves))
+    return Node(name, run, learns=any(leaf.learns for leaf in leaves), reads=leaves[0].reads)

@@ -35,6 +35,11 @@ class Cut:
         self._crossings: list[tuple[Tensor, Tensor]] = []
 
         def leaf(tensor: Tensor) -> Tensor:
+            if tensor.is_nested and tensor.requires_grad:
+                raise FeatureError(
+                    "features hold a nested tensor, which collects no gradient at a cut. Use "
+                    "schedule='sequential', or hand on padded tensors with a mask."
+                )
             if id(tensor) not in leaves:
                 leaves[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
                 if tensor.requires_grad:

@@ -13,7 +13,7 @@ from mtaccum.engine.result import sum_of_terms
 from mtaccum.engine.schedules import Backward, Features, Node, split
 from mtaccum.errors import ConfigError, unknown_name
 from mtaccum.model.tree import named_errors
-from mtaccum.structure import rewrapped
+from mtaccum.structure import aliased
 from mtaccum.tasks.base import check_weight
 
 _TRUNK = "features"
@@ -129,7 +129,7 @@ def _leaves(
 
         def run(above: Features) -> Tensor:
             with named_errors(lambda: f"task {name!r}"):
-                given = function(rewrapped(above[_TRUNK])) if takes_features else function()
+                given = function(aliased(above[_TRUNK])) if takes_features else function()
                 if given is None:
                     return torch.zeros(())  # a constant: it has no backward
                 loss = sum_of_terms(given)

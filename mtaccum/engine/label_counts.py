@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtaccum.batch import batch_size_of, split_batch
+from mtaccum.batch import batch_size_of, own_view, split_batch
 from mtaccum.errors import LabelError, TaskError
 from mtaccum.model.tree import named_errors
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
+from mtaccum.values import real_number
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,9 @@ def _count_all(tasks: Mapping[str, Task], window: Sequence[Any], chunks: Mapping
     ranges = {
         name: [
             # there may be labels where the count is a tensor, whose value isn't known yet
-            task.label_range(batch) if task.label_limits and (isinstance(n, Tensor) or n > 0) else None
+            task.label_range(own_view(batch))
+            if task.label_limits and (isinstance(n, Tensor) or n > 0)
+            else None
             for n, batch in zip(counts[name], window, strict=True)
         ]
         for name, task in tasks.items()
@@ -158,8 +161,8 @@ def _count_all(tasks: Mapping[str, Task], window: Sequence[Any], chunks: Mapping
 
 def _count(name: str, task: Task, batch: Any) -> Any:
     try:
-        count = task.count(batch)
-        number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+        count = task.count(own_view(batch))
+        number = count.numel() == 1 if isinstance(count, Tensor) else real_number(count) is not None
         if not number or (isinstance(count, Tensor) and count.is_complex()):
             raise TypeError(f"it returned {describe(count)}; it must be a number or a 0-d tensor")
         return count

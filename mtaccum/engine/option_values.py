@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtaccum.errors import ConfigError, unknown_name
+from mtaccum.values import real_number, whole_number
 
 
 class FrozenDict(dict[str, Any]):
@@ -43,17 +44,20 @@ class OneOf:
 
 def positive_or_none(name: str, value: Any) -> Any:
     """A finite number above 0, or None."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 0 < value < math.inf):
+    if value is None:
+        return None
+    number = real_number(value)
+    if number is None or not 0 < number < math.inf:
         raise ConfigError(f"{name} must be a finite number above 0, got {value!r}.")
-    return value
+    return number
 
 
 def at_least_one(name: str, value: Any) -> int:
     """A whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    number = whole_number(value)
+    if number is None or number < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
-    return value
+    return number
 
 
 def true_or_false(name: str, value: Any) -> bool:
@@ -105,6 +109,4 @@ def chunk_numbers(name: str, value: Any) -> FrozenDict:
     value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a dict of numbers by task, such as {{seg: 4}}, got {value!r}.")
-    for task, number in value.items():
-        at_least_one(f"{name}.{task}", number)
-    return FrozenDict(value)
+    return FrozenDict({task: at_least_one(f"{name}.{task}", number) for task, number in value.items()})

@@ -13,6 +13,7 @@ from mtaccum.errors import TaskError
 from mtaccum.parallel import Ranks
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Loss
+from mtaccum.values import real_number
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def sum_of_terms(loss: Loss | float) -> Tensor:
             raise TaskError("it returned an empty dict; return at least one term.")
         terms = [sum_of_terms(term) for term in loss.values()]
         return sum(terms[1:], start=terms[0])
-    if isinstance(loss, int | float):
-        return torch.tensor(float(loss))
+    if not isinstance(loss, Tensor) and (number := real_number(loss)) is not None:
+        return torch.tensor(number)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         raise TaskError(
             f"it returned {describe(loss)}; it must be a real 0-d tensor, the mean over the micro-batch's "

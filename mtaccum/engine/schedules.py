@@ -37,6 +37,7 @@ class Node:
         children: the nodes that get its features.
         module: whose buffers a repeat must not move; None if unknown.
         learns: whether the gradient of this loss goes to the nodes above (leaves only).
+        reads: what it reads besides, and others too: the batch.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Node:
     children: tuple[Node, ...] = ()
     module: nn.Module | None = None
     learns: bool = True
+    reads: Any = None
 
     @property
     def needs_graph(self) -> bool:
@@ -180,7 +182,7 @@ def _run(node: Node, above: Features) -> Any:
     Without the check a head with an in-place ReLU in front would change what the next one sees: PyTorch
     complains only if the tensor is a leaf or is needed for a backward.
     """
-    shared = tensors_of(dict(above), strict=False)
+    shared = tensors_of([dict(above), node.reads], strict=False)
     before = [_condition(tensor) for tensor in shared]
     try:
         with stage(node.name, FORWARD):
@@ -194,14 +196,15 @@ def _run(node: Node, above: Features) -> Any:
     return result
 
 
-def _condition(tensor: Tensor) -> tuple[int, bool, torch.Size]:
+def _condition(tensor: Tensor) -> tuple[int, bool, torch.Size | None]:
     """What an operation in place changes: PyTorch counts these, and some only change what the tensor says."""
-    return version_of(tensor), tensor.requires_grad, tensor.shape
+    has_shape = not tensor.is_nested or tensor.layout is torch.jagged
+    return version_of(tensor), tensor.requires_grad, tensor.shape if has_shape else None
 
 
 def _inplace_message(node: Node) -> str:
     return (
-        f"{node.name!r} writes in place into the features it was given, which other nodes read too. Let "
-        f"its first operation make a new tensor: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y "
+        f"{node.name!r} writes in place into the features or the batch it was given, which others read too. "
+        f"Let its first operation make a new tensor: nn.ReLU() instead of nn.ReLU(inplace=True), x = x + y "
         f"instead of x += y, or x.clone() first."
     )

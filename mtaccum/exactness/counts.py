@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtaccum.batch import batch_size_of, split_batch
+from mtaccum.batch import batch_size_of, own_view, split_batch
 from mtaccum.engine.result import sum_of_terms
 from mtaccum.errors import MtaccumError
 from mtaccum.exactness.reference import predictions
@@ -40,19 +40,19 @@ def _check(model: MultiTaskModel, name: str, batch: Any, samples: int, tolerance
     task = model.task(name)
     try:
         (prediction,) = [p for _, p in predictions(model, batch, [name])]
-        whole, again = (sum_of_terms(task.loss(prediction, batch)) for _ in range(2))
+        whole, again = (sum_of_terms(task.loss(prediction, own_view(batch))) for _ in range(2))
         if not torch.equal(whole, again):
             return _unchecked(name, "its loss draws random numbers")
-        total = float(task.count(batch))
+        total = float(task.count(own_view(batch)))
         singles = split_batch(batch, samples)
         made: Sequence[Any]
         if _per_sample(prediction, samples):
             made = split_batch(prediction, samples)
         else:  # a loss computed in the forward, say
             made = [next(p for _, p in predictions(model, single, [name])) for single in singles]
-        counts = [float(task.count(single)) for single in singles]
+        counts = [float(task.count(own_view(single))) for single in singles]
         losses = [
-            float(sum_of_terms(task.loss(predicted, single))) if count > 0 else 0.0
+            float(sum_of_terms(task.loss(predicted, own_view(single)))) if count > 0 else 0.0
             for predicted, single, count in zip(made, singles, counts, strict=True)
         ]
     except (MtaccumError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtaccum.batch import own_view
 from mtaccum.engine import StepOptions
 from mtaccum.engine.result import sum_of_terms
 from mtaccum.engine.window_counts import WindowCounts
@@ -47,7 +48,7 @@ def losses(model: MultiTaskModel, batch: Any, active: Sequence[str]) -> Iterator
     """Each active task's mean loss on a micro-batch with its graph; every node runs once."""
     for name, prediction in predictions(model, batch, active):
         with _kept(model, name):
-            yield name, sum_of_terms(model.task(name).loss(prediction, batch))
+            yield name, sum_of_terms(model.task(name).loss(prediction, own_view(batch)))
 
 
 def predictions(model: MultiTaskModel, batch: Any, active: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -7,9 +7,8 @@ import re
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from mtaccum.errors import ConfigError
+from mtaccum.values import real_number
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -33,9 +32,9 @@ def parse_bytes(what: str, value: Any) -> int:
         match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", value)
         if match is not None and match[2].lower() in _UNITS:
             number = float(match[1]) * _UNITS[match[2].lower()]
-    elif isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool):
+    else:
         with suppress(OverflowError):  # an int larger than any float
-            number = float(value)
+            number = real_number(value)
     if number is None or not math.isfinite(number) or number < 1:
         raise ConfigError(f"{what}: {value!r} is no amount of memory. Valid is {_FORMS}; above 0.")
     return int(value) if isinstance(value, int) else int(number)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from mtaccum.batch import Inputs, call, get_field
+from mtaccum.batch import Field, Inputs, SeveralInputs, call, check_field, get_field, own_view
 from mtaccum.errors import ConfigError, InplaceError, TaskError, unknown_name
-from mtaccum.structure import describe, rewrapped
+from mtaccum.structure import aliased, describe
 
 if TYPE_CHECKING:  # tasks use the heads of this package; so this package only names their type
     from mtaccum.tasks.base import Task
@@ -24,7 +24,7 @@ TRUNK = "trunk"
 """The name of the trunk's node."""
 
 Tree = dict[str, Any]  # nodes by name, each with the tree of its children
-InputsFrom = str | int | Sequence[str] | Callable[[Any], Any]
+InputsFrom = Field | Sequence[Field]
 
 
 class Neck(nn.Module):
@@ -54,9 +54,9 @@ class MultiTaskModel(nn.Module):
         trunk: the module that all tasks share; None: each head gets the inputs itself, and the tasks are
             independent models.
         tasks: tasks by name.
-        inputs: what the trunk gets of a batch: a key or index (one positional argument), several keys
-            (keyword arguments of these names), or a function of the batch (its result is the one
-            positional argument).
+        inputs: what the trunk gets of a batch: a key, an index, ``mtaccum.path(...)`` or a function of the
+            batch (one positional argument); several keys (keyword arguments of these names) or several of
+            any of these (positional arguments, in their order).
         necks: necks by name.
 
     Raises:
@@ -75,10 +75,8 @@ class MultiTaskModel(nn.Module):
         super().__init__()
         if not tasks:
             raise ConfigError("a MultiTaskModel needs at least one task; tasks is empty.")
-        if not callable(inputs) and not isinstance(inputs, str | int | Sequence):
-            raise ConfigError(
-                f"inputs must be a key, an index, several keys or a function of the batch, got {inputs!r}."
-            )
+        for field in inputs if isinstance(inputs, Sequence) and not isinstance(inputs, str) else [inputs]:
+            check_field("inputs", field)
         necks = necks or {}
         _check_names(trunk, tasks, necks)
         self.trunk = trunk
@@ -153,11 +151,14 @@ class MultiTaskModel(nn.Module):
     def inputs(self, batch: Any) -> Any:
         """What the trunk gets of a batch."""
         source = self._inputs_from
-        if isinstance(source, str | int):
-            return get_field(batch, source)
         if callable(source):
-            return source(batch)
-        return Inputs({key: get_field(batch, key) for key in source})
+            return source(own_view(batch))
+        if not isinstance(source, Sequence) or isinstance(source, str):
+            return get_field(batch, source)
+        named = {field: get_field(batch, field) for field in source if isinstance(field, str)}
+        if len(named) == len(source):
+            return Inputs(named)
+        return SeveralInputs(get_field(batch, field) for field in source)
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Names of the nodes whose features this node gets; ``inputs`` for what comes from the batch."""
@@ -166,9 +167,10 @@ class MultiTaskModel(nn.Module):
     def gather(self, name: str, features: Mapping[str, Any]) -> Any:
         """What node ``name`` gets, out of all features by node: one nest, or a tuple of them.
 
-        The containers are its own: a head that pops an entry from a dict must not take it from others.
+        The containers are its own: a head that pops an entry from a dict must not take it from others. So are
+        the tensors, as places for hooks: one that a head puts on its features must not fire for others.
         """
-        parts = tuple(rewrapped(features[source]) for source in self.sources(name))
+        parts = tuple(aliased(features[source]) for source in self.sources(name))
         return parts[0] if len(parts) == 1 else parts
 
     def run(self, name: str, features: Mapping[str, Any], batch: Any) -> Any:
@@ -179,7 +181,7 @@ class MultiTaskModel(nn.Module):
         """
         given, module = self.gather(name, features), self.node(name)
         with named_errors(lambda: f"{self.describe_node(name)}, given {describe(given)}"):
-            return module(given, batch) if name in self.tasks else call(module, given)
+            return module(given, own_view(batch)) if name in self.tasks else call(module, given)
 
     def describe_node(self, name: str) -> str:
         """``task 'seg' (head DenseHead on 'trunk')``, for error messages."""
@@ -202,6 +204,19 @@ class MultiTaskModel(nn.Module):
     def tasks_below(self, node: str) -> list[str]:
         """Names of the tasks whose path leads through a node; the task itself, if it is one."""
         return [name for name in self.tasks if node in self.paths[name]]
+
+    def taught_by(self, tasks: Iterable[str]) -> list[str]:
+        """Names of the nodes that learn from these tasks, as their modes say."""
+        modes = {name: self.task(name).mode for name in tasks}
+        return [
+            node
+            for node in self.own_modules()
+            if any(
+                mode == "train" or (mode == "detached" if node == name else mode == "frozen")
+                for name, mode in modes.items()
+                if node in self.paths[name]
+            )
+        ]
 
     def enabled_tasks(self) -> list[str]:
         """Names of the tasks that training runs."""

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from mtaccum.batch import batch_size_of, call, get_field
-from mtaccum.errors import ConfigError, InexactWarning, TaskError, unknown_name
+from mtaccum.batch import Field, batch_size_of, call, check_field, get_field
+from mtaccum.batch.rows import rows_of
+from mtaccum.errors import BatchError, ConfigError, InexactWarning, TaskError, unknown_name
+from mtaccum.values import real_number
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -23,8 +25,8 @@ Loss = Tensor | Mapping[str, Tensor]
 
 def check_weight(what: str, value: Any) -> None:
     """Refuse a weight of a loss that is no finite number of at least 0."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    number = real_number(value)
+    if number is None or not math.isfinite(number) or number < 0:
         raise ConfigError(
             f"{what} must be a finite number of at least 0, got {value!r}. 0 switches the task off; to "
             f"maximise something, return its negative as the loss."
@@ -38,8 +40,9 @@ class Task(nn.Module):
 
     Args:
         head: the module that turns features into a prediction.
-        target: the batch's entry that holds the labels (key, position or attribute). None: the task
-            needs no labels (an autoencoder, say), and every sample counts.
+        target: where the labels lie in the batch: a key, an index, ``mtaccum.path(...)`` or a function of the
+            batch; a tuple of these for several. None: the task needs no labels (an autoencoder, say), and
+            every sample counts.
         weight: factor of this task's loss in the sum; finite, not negative. 0 switches the task off.
         on: name of the trunk or neck whose features the head gets, or a tuple of names on one path of
             the tree, for a tuple of their features. Without a trunk: the inputs.
@@ -60,7 +63,7 @@ class Task(nn.Module):
     def __init__(
         self,
         head: nn.Module,
-        target: str | int | None,
+        target: Field | tuple[Field, ...] | None,
         weight: float = 1.0,
         on: str | tuple[str, ...] = "trunk",
         mode: str = "train",
@@ -71,6 +74,8 @@ class Task(nn.Module):
                 f"head must be a torch.nn.Module, got {type(head).__name__}. For a task without "
                 f"parameters pass torch.nn.Identity()."
             )
+        if target is not None:
+            check_field("target", target, several=True)
         self.head = head
         self.target = target
         self.weight = weight
@@ -125,20 +130,33 @@ class Task(nn.Module):
 
         It is called before any forward, where the batch lies. By default the number of samples, or 0
         if the batch lacks the target or it is None. Return a number or a 0-d tensor.
+
+        Raises:
+            BatchError: of the default: a target that has not one entry per sample.
         """
         if self.target is None:
             return batch_size_of(batch)
         target = get_field(batch, self.target, None)
         if target is None:
             return 0
+        samples = batch_size_of(batch)
+        fields = target if isinstance(self.target, tuple) else (target,)
+        return min(self._count_of(field, samples) for field in fields)
+
+    def _count_of(self, target: Any, samples: int) -> int:
+        """The number of samples, 0 for an empty target; labels of which that may not be the number are
+        refused."""
+        rows = rows_of(target)
+        size = len(target) if isinstance(target, list) else rows and rows.size(target)
+        if size not in (None, 0, samples):
+            raise BatchError(
+                f"the target {self.target!r} has {size} entries in a batch of {samples} samples, so the "
+                f"default count(), which counts samples, can't tell over how many labels the loss is a mean. "
+                f"Define count(self, batch) in {type(self).__name__}."
+            )
         if isinstance(target, Tensor):
             self._warn_of_nan(target)
-            return len(target)
-        if isinstance(target, list):
-            return len(target)
-        if isinstance(target, tuple):
-            return batch_size_of((target,))  # as a field: it may hold one object per sample
-        return batch_size_of(target if isinstance(target, Mapping) else batch)
+        return 0 if size == 0 else samples
 
     def _warn_of_nan(self, target: Tensor) -> None:
         # where the answer costs no wait for a device

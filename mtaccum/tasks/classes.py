@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtaccum.batch import Field, check_field
 from mtaccum.errors import BatchError, ConfigError
 from mtaccum.model.heads import DenseHead, PooledHead
 from mtaccum.tasks.base import check_weight
@@ -30,7 +31,7 @@ class _Classes(Labelled):
     def __init__(
         self,
         head: nn.Module,
-        target: str | int,
+        target: Field,
         num_classes: int,
         class_weights: Sequence[float] | None,
         ignore_index: int,
@@ -128,8 +129,8 @@ class Segmentation(_Classes):
         in_channels: int | None = None,
         head: nn.Module | None = None,
         hidden: int = 64,
-        target: str | int = "seg",
-        size_like: str | int | None = None,
+        target: Field = "seg",
+        size_like: Field | None = None,
         ignore_index: int = 255,
         class_weights: Sequence[float] | None = None,
         weight: float = 1.0,
@@ -138,6 +139,8 @@ class Segmentation(_Classes):
     ) -> None:
         head = own_or_builtin(head, in_channels, lambda channels: DenseHead(channels, num_classes, hidden))
         super().__init__(head, target, num_classes, class_weights, ignore_index, weight, on, mode)
+        if size_like is not None:
+            check_field("size_like", size_like)
         self.size_like = size_like
 
     def forward(self, features: Any, batch: Any) -> Tensor:
@@ -184,7 +187,7 @@ class Classification(_Classes):
         in_channels: int | None = None,
         head: nn.Module | None = None,
         hidden: int = 64,
-        target: str | int = "cls",
+        target: Field = "cls",
         ignore_index: int = -100,
         class_weights: Sequence[float] | None = None,
         weight: float = 1.0,

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtaccum.batch import get_field
+from mtaccum.batch import Field, check_field, get_field
 from mtaccum.errors import BatchError, ConfigError
 from mtaccum.structure import describe
 from mtaccum.tasks.base import Task
@@ -17,13 +17,14 @@ from mtaccum.tasks.base import Task
 class Labelled(Task):
     """A task that learns from an entry of the batch; arguments as in Task, but ``target`` is needed."""
 
-    target: str | int
+    target: Field
 
     def __init__(
-        self, head: nn.Module, target: str | int, weight: float, on: str | tuple[str, ...], mode: str
+        self, head: nn.Module, target: Field, weight: float, on: str | tuple[str, ...], mode: str
     ) -> None:
         if target is None:
             raise ConfigError("target=None is for tasks without labels; name the batch's entry with them.")
+        check_field("target", target)
         super().__init__(head, target, weight, on, mode)
 
     def has_target(self, batch: Any) -> bool:
@@ -56,7 +57,7 @@ def own_or_builtin(
     return make(in_channels)
 
 
-def resize(prediction: Tensor, batch: Any, size_like: str | int | None) -> Tensor:
+def resize(prediction: Tensor, batch: Any, size_like: Field | None) -> Tensor:
     """A dense prediction (batch, channels, h, w), bilinearly resized to the height and width of the
     batch's entry ``size_like``; unchanged if that is None."""
     if size_like is None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtaccum.batch import get_field
+from mtaccum.batch import Field, check_field, get_field
 from mtaccum.errors import ConfigError, TaskError
 from mtaccum.model.heads import DenseHead, PooledHead
 from mtaccum.tasks.colours import finite_limits, paint_values
@@ -60,10 +60,10 @@ class Regression(Labelled):
         in_channels: int | None = None,
         head: nn.Module | None = None,
         hidden: int = 64,
-        target: str | int = "depth",
-        mask: str | int | None = None,
+        target: Field = "depth",
+        mask: Field | None = None,
         criterion: str = "l1",
-        size_like: str | int | None = None,
+        size_like: Field | None = None,
         weight: float = 1.0,
         on: str | tuple[str, ...] = "trunk",
         mode: str = "train",
@@ -75,6 +75,9 @@ class Regression(Labelled):
             raise ConfigError(f"criterion must be one of {', '.join(self.criteria)}, got {criterion!r}.")
         if size_like is not None and not dense:
             raise ConfigError("size_like is for dense predictions; give dense=True with it.")
+        for what, field in (("mask", mask), ("size_like", size_like)):
+            if field is not None:
+                check_field(what, field)
         self.dense = dense
         self.mask = mask
         self.criterion = criterion

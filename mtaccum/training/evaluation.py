@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mtaccum.batch import to_device
+from mtaccum.batch import own_view, to_device
 from mtaccum.engine import LabelCounts
 from mtaccum.engine.result import sum_of_terms
 from mtaccum.model import MultiTaskModel, evaluating
@@ -50,10 +50,10 @@ def evaluate(model: MultiTaskModel, loader: Iterable[Any], ranks: Collectives | 
             batch = to_device(batch, model.device)
             predictions = model(batch, tasks=active)
             for name in active:
-                loss = sum_of_terms(tasks[name].loss(predictions[name], batch))
+                loss = sum_of_terms(tasks[name].loss(predictions[name], own_view(batch)))
                 losses[name].append(loss.item() * labels.count(name, 0))
                 counts[name].append(labels.count(name, 0))
-                tasks[name].update_metrics(metrics[name], predictions[name], batch)
+                tasks[name].update_metrics(metrics[name], predictions[name], own_view(batch))
     sums = [math.fsum(numbers[name]) for name in tasks for numbers in (losses, counts)]
     totals = iter(ranks.all_reduce_sum(sums))
     _alike_where_empty([m for named in metrics.values() for m in named.values()], ranks)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtaccum.batch import Inputs, batch_size_of, get_field, take_samples, to_device
+from mtaccum.batch import Inputs, batch_size_of, get_field, own_view, take_samples, to_device
 from mtaccum.errors import BatchError
 from mtaccum.memory import PeakReport
 from mtaccum.memory.picture import draw_timelines, pixels_of
@@ -128,7 +128,7 @@ def _draw(model: MultiTaskModel, batch: Any) -> Iterator[tuple[str, list[Tensor]
         predictions = model(batch, tasks)
     for name, task in tasks.items():
         with named_errors(lambda name=name: f"drawing task {name!r} failed ({_OFF})"):  # type: ignore[misc]
-            drawn = task.draw(predictions[name], batch)
+            drawn = task.draw(predictions[name], own_view(batch))
             if drawn is not None:
                 _check(drawn)
                 yield name, _side_by_side(image, *drawn)

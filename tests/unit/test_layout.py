@@ -21,6 +21,7 @@ PARTS = (
     "errors",
     "torch_internals",
     "structure",
+    "values",
     "batch",
     "model",
     "observe",

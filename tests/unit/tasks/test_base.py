@@ -73,7 +73,7 @@ def test_a_task_without_a_loss_says_so() -> None:
     ("target", "batch", "count"),
     [
         ("y", {"x": torch.zeros(5, 2), "y": torch.zeros(5)}, 5),
-        ("y", {"x": torch.zeros(5, 2), "y": [{}] * 4}, 4),
+        ("y", {"x": torch.zeros(5, 2), "y": [{}] * 5}, 5),
         ("y", {"x": torch.zeros(5, 2), "y": torch.zeros(0)}, 0),
         ("y", {"x": torch.zeros(5, 2)}, 0),
         ("y", {"x": torch.zeros(5, 2), "y": None}, 0),
