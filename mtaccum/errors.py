@@ -53,6 +53,10 @@ class PredictionError(MtaccumError):
     """A model whose memory can't be predicted, only measured; names what stands in the way."""
 
 
+class MeasureError(MtaccumError, NotImplementedError):
+    """A step whose memory can't be measured; names what stands in the way."""
+
+
 class BudgetError(MtaccumError):
     """No plan fits a memory budget; says how little memory can do."""
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from mtaccum.engine.norms import batch_normalised, check_norms
@@ -34,6 +37,11 @@ def check_model(model: Any) -> None:
             f"MultiTaskModel(trunk, tasks, inputs=...), not wrapped or compiled (compile=True does that by "
             f"node). For a loop without tasks use split_backward."
         )
+    if lazy := [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]:
+        raise ConfigError(
+            f"lazy modules have no shapes yet: {listed(lazy)}. Run a batch through the model "
+            f"first: model(batch)."
+        )
     if "forward" in vars(model):
         warn(
             "the model's forward was replaced (by Accelerate with mixed precision, perhaps), but the engine "
@@ -42,8 +50,8 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that lacks a trainable parameter or needs a closure."""
+def check_steppable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that a step with one gradient can't drive."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(
@@ -57,8 +65,12 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
             f"losses by that. A window is accumulated already: set gradient_accumulation_steps=1, and give "
             f"larger windows."
         )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if missing := [name for key, name in _learning(model).items() if key not in held]:
+
+
+def check_held(model: MultiTaskModel, held: Iterable[nn.Parameter]) -> None:
+    """Refuse optimizers that lack a parameter which can learn."""
+    known = {id(parameter) for parameter in held}
+    if missing := [name for key, name in _learning(model).items() if key not in known]:
         raise OptimizerError(
             f"the optimizer doesn't hold {len(missing)} trainable parameters: "
             f"{listed(missing)}. Build it from model.parameters(), or set "
@@ -68,13 +80,12 @@ def check_optimizer(model: MultiTaskModel, optimizer: Optimizer) -> None:
 
 def _learning(model: MultiTaskModel) -> dict[int, str]:
     """Names of the parameters that can learn, by id."""
-    tasks = model.tasks_by_name()
-    idle = tuple(f"tasks.{n}." for n, task in tasks.items() if not task.enabled or task.mode == "frozen")
+    taught = tuple(map(model.prefix, model.taught_by(model.enabled_tasks())))
     # a parameter shared with an idle task has a name in each of the places where it is used
     return {
         id(parameter): name
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and not name.startswith(idle)
+        if parameter.requires_grad and name.startswith(taught)
     }
 
 

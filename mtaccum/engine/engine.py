@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mtaccum.engine.checks import check_fit, check_hooks, check_model, check_optimizer
-from mtaccum.engine.gradients import drop_gradients, gradients_set_aside
+from mtaccum.engine.checks import check_fit, check_hooks, check_model
+from mtaccum.engine.gradients import drop_gradients, gradients_dropped_on_error, gradients_set_aside
 from mtaccum.engine.label_counts import LabelCounts
 from mtaccum.engine.nonfinite import BAD_HOOK, SkippedSteps, all_finite, describe_gradients
 from mtaccum.engine.norms import synchronise_norms
+from mtaccum.engine.optimizers import Optimizers
 from mtaccum.engine.options import StepOptions, takes_step_options
 from mtaccum.engine.precision import Precision, new_scaler
 from mtaccum.engine.result import StepResult
@@ -36,9 +37,10 @@ class Engine:
 
     Args:
         model: a MultiTaskModel, on the device where it is to run; micro-batches are moved there one by one.
-        optimizer: holds every trainable parameter; None if only ``accumulate`` is used.
+        optimizer: holds every trainable parameter; several in a list if each holds some of them (Muon for
+            matrices, AdamW for the rest); None if only ``accumulate`` is used.
         options: how steps are run, as a plan returns them; None: ``StepOptions()``.
-        lr_scheduler: ticks once per optimizer step.
+        lr_scheduler: ticks once per optimizer step; several in a list.
         scaler: a ``torch.amp.GradScaler``; None: with ``precision="fp16"`` and an optimizer a new one,
             otherwise none.
         on_gradients: called with the model between the last backward and clipping; unscaled gradients.
@@ -54,6 +56,7 @@ class Engine:
     Attributes:
         options: how steps are run.
         ranks: the processes that train together.
+        optimizers: those that it steps.
         steps: optimizer steps so far; may be set where a training goes on.
         skipped_steps: those since something was not finite: ``total`` and ``in_a_row``.
 
@@ -65,10 +68,10 @@ class Engine:
     def __init__(
         self,
         model: MultiTaskModel,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         options: StepOptions | None = None,
-        lr_scheduler: LRScheduler | None = None,
+        lr_scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: Any = None,
         on_gradients: Callable[[MultiTaskModel], object] | None = None,
         backward: Backward = Tensor.backward,
@@ -80,7 +83,8 @@ class Engine:
         self.options = (StepOptions() if options is None else options).changed(step_options)
         self.model, self.optimizer = model, optimizer
         self.lr_scheduler, self.on_gradients = lr_scheduler, on_gradients
-        self._check_optimizer()
+        self.optimizers = Optimizers(optimizer)
+        self._check_optimizers()
         if self.options.precision == "fp16" and scaler is None:
             scaler = new_scaler(model.device, steps=optimizer is not None, backward=backward)
         self.scaler = scaler
@@ -95,7 +99,7 @@ class Engine:
             synchronise_norms(model)
             self._run = WindowRun(model, self.options, self.ranks, self._precision, backward)
         self._warned_of_dropped = False
-        self._checked: tuple[tuple[str, bool], ...] = ()
+        self._checked: Any = None
         self.ranks.start(model, self._parameters())
 
     def step(self, window: Sequence[Any], counts: LabelCounts | None = None) -> StepResult:
@@ -114,13 +118,15 @@ class Engine:
             FeatureError: features of a type that can't be taken apart.
             BatchError: the window is no list of batches, or a batch lacks an entry.
             NonfiniteError: a loss or gradient is NaN or infinite, or too many steps were skipped for that.
-            OptimizerError: a trainable parameter that the optimizer doesn't hold.
+            OptimizerError: a trainable parameter that the optimizer doesn't hold, or an optimizer that failed
+                while it wrote, in this step or in one before, and no state was loaded since.
         """
-        if self.optimizer is None:
+        if not self.optimizers:
             raise OptimizerError("step() needs an optimizer; this engine has none. Use accumulate().")
+        self.optimizers.refuse_torn()
         self.ranks.before_step(self.model)
-        self._check_optimizer_again()
         parameters = self._parameters()
+        self._check_held_again(parameters)
         self._warn_of_dropped(drop_gradients(parameters))
         before = Snapshot(self.model, without=self.model.frozen_modules())
         try:
@@ -128,7 +134,7 @@ class Engine:
             if not result.losses:
                 return result
             self.ranks.complete(parameters)
-            self._precision.unscale(self.optimizer)
+            self.optimizers.unscale(self._precision)
             norm = self.ranks.gradient_norm(parameters)
             if not all_finite([norm, *result.losses.values()]):
                 return self._skip(window, result, parameters, before)
@@ -140,33 +146,44 @@ class Engine:
             if self.options.max_grad_norm is not None:
                 self.ranks.clip(parameters, self.options.max_grad_norm, norm)
             with stage("optimizer", STEP):
-                self._precision.step(self.optimizer)
-            self._precision.update()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            self.steps, self.skipped_steps.in_a_row = self.steps + 1, 0
-            return replace(result, grad_norm=norm, stepped=True)
+                self.optimizers.step(self._precision)
         except BaseException:
             before.restore()
             self._precision.reset()
             raise
         finally:
             drop_gradients(parameters)
+        # the step is done, whatever raises from here on
+        self.steps, self.skipped_steps.in_a_row = self.steps + 1, 0
+        self._precision.update()
+        for scheduler in self.lr_schedulers:
+            scheduler.step()
+        return replace(result, grad_norm=norm, stepped=True)
 
-    def accumulate(self, window: Sequence[Any], counts: LabelCounts | None = None) -> StepResult:
+    def accumulate(
+        self, window: Sequence[Any], counts: LabelCounts | None = None, *, restore_on_error: bool = False
+    ) -> StepResult:
         """Add the window's gradient to ``.grad`` and don't step, for loops owned by others.
 
         It adds to what is there: two calls add two means, each over its own window. For one mean over
-        several batches give them as one window. Gradients that are there already are set aside until the
-        new ones are complete, so that there are two sets of them meanwhile. With a scaler the gradients
-        are scaled, and unscaling, stepping and looking for values that aren't finite are left to the loop.
+        several batches give them as one window. With a scaler the gradients are scaled, and unscaling,
+        stepping and looking for values that aren't finite are left to the loop.
+
+        Args:
+            restore_on_error: after an error let gradients be as they were before, rather than None. They are
+                then set aside until the new ones are complete, so that there are two sets of them meanwhile,
+                as there always are of a sharded model.
 
         Raises:
-            LabelError, TaskError: as in ``step``; the gradients are then as they were before.
+            LabelError, TaskError: as in ``step``; all gradients are then None.
         """
         self.ranks.before_step(self.model)
-        with gradients_set_aside(list(self.model.parameters())):
-            return self._run.gradient(window, counts)
+        parameters = list(self.model.parameters())
+        onto = any(parameter.grad is not None for parameter in parameters)
+        aside = restore_on_error or self.ranks.shares_gradients
+        kept = gradients_dropped_on_error(parameters, "restore_on_error=True")
+        with gradients_set_aside(parameters) if aside else kept:
+            return self._run.gradient(window, counts, onto_others=onto)
 
     def count_labels(self, window: Sequence[Any]) -> LabelCounts:
         """The label counts of a window as a step needs them, chunks included."""
@@ -196,15 +213,20 @@ class Engine:
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those of the model, and what else the optimizer may hold, such as learned weights of the losses."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        held = [parameter for group in groups for parameter in group["params"]]
-        return list({id(parameter): parameter for parameter in [*self.model.parameters(), *held]}.values())
+        together = [*self.model.parameters(), *self.optimizers.held()]
+        return list({id(parameter): parameter for parameter in together}.values())
 
-    def _check_optimizer(self) -> None:
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+    @property
+    def lr_schedulers(self) -> Sequence[LRScheduler]:
+        """Those that tick with it."""
+        given = self.lr_scheduler
+        return given if isinstance(given, list | tuple) else () if given is None else (given,)
+
+    def _check_optimizers(self) -> None:
+        if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self.lr_schedulers):
             raise ConfigError("ReduceLROnPlateau needs a metric; step it yourself after an evaluation.")
-        if self.optimizer is not None:
-            check_optimizer(self.model, self.optimizer)
+        if self.optimizers:
+            self.optimizers.check(self.model)
             return
         of_step = {
             "max_grad_norm": self.options.max_grad_norm is not None,
@@ -215,12 +237,12 @@ class Engine:
         if given := [name for name, is_given in of_step.items() if is_given]:
             raise ConfigError(f"{given[0]} belongs to step(), but this engine has no optimizer.")
 
-    def _check_optimizer_again(self) -> None:
-        """Tasks may have been switched on since the last check."""
-        assert self.optimizer is not None
-        learning = tuple((task.mode, task.enabled) for task in self.model.tasks_by_name().values())
+    def _check_held_again(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Since the last check tasks may have been switched on, parameters unfrozen, modules put in."""
+        modes = [(task.mode, task.enabled) for task in self.model.tasks_by_name().values()]
+        learning = modes, [id(parameter) for parameter in parameters if parameter.requires_grad]
         if learning != self._checked:
-            check_optimizer(self.model, self.optimizer)
+            self.optimizers.check(self.model)
             self._checked = learning
 
     def _warn_of_dropped(self, dropped: int) -> None:

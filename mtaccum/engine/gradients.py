@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from mtaccum.errors import MtaccumError
+
 
 def drop_gradients(parameters: Sequence[nn.Parameter]) -> int:
     """Set all gradients to None, and tell how many weren't."""
@@ -15,6 +17,27 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> int:
     for parameter in held:
         parameter.grad = None
     return len(held)
+
+
+@contextmanager
+def gradients_dropped_on_error(parameters: Sequence[nn.Parameter], way_out: str) -> Iterator[None]:
+    """Half a window's gradient is no gradient: after an error there is none, and the error says so.
+
+    Args:
+        way_out: what keeps those that were there before.
+    """
+    had_some = any(parameter.grad is not None for parameter in parameters)
+    try:
+        yield
+    except BaseException as error:
+        drop_gradients(parameters)
+        if had_some:
+            said = f"All gradients are None now, those from before too; {way_out} keeps these."
+            if isinstance(error, MtaccumError):
+                error.args = (f"{error} {said}", *error.args[1:])
+            else:
+                error.add_note(said)
+        raise
 
 
 @contextmanager

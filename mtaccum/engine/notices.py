@@ -6,17 +6,22 @@ didn't reach.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from mtaccum.batch import get_field
 from mtaccum.engine.norms import batch_normalised
 from mtaccum.engine.options import StepOptions
 from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.errors import InexactWarning, listed, warn
 from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel import Ranks
+from mtaccum.structure import describe
+
+_ABSENT = object()
 
 
 class Notices:
@@ -32,9 +37,17 @@ class Notices:
                 "frozen": self._frozen_but_normalising,
             }
         self._looked_for_unreached = False
+        self._without_target: set[str] = set()
+        self._onto_others = False
 
-    def before(self, counts: WindowCounts) -> None:
-        """Warn of what makes the gradient of a window inexact."""
+    def before(self, window: Sequence[Any], counts: WindowCounts, *, onto_others: bool = False) -> None:
+        """Warn of what makes the gradient of a window inexact, and of targets that it lacks.
+
+        Args:
+            onto_others: whether it is added to gradients that are there already.
+        """
+        self._onto_others = onto_others
+        self._look_for_targets(window, counts)
         for kind, check in list(self._checks.items()):
             if message := check(counts):
                 del self._checks[kind]
@@ -50,6 +63,18 @@ class Notices:
                 f"no gradient reached {len(names)} trainable parameters, although their tasks have run: "
                 f"{listed(names)}. They won't be trained; use them, or requires_grad_(False) them."
             )
+
+    def _look_for_targets(self, window: Sequence[Any], counts: WindowCounts) -> None:
+        for name, total in counts.labels.totals.items():
+            target = getattr(self._model.task(name), "target", None)
+            if total or target is None or not window or name in self._without_target:
+                continue
+            if all(get_field(batch, target, _ABSENT) is _ABSENT for batch in window):
+                self._without_target.add(name)
+                warn(
+                    f"task {name!r} learns nothing from this window: no micro-batch has its target "
+                    f"{target!r}. The first one is {describe(window[0])}."
+                )
 
     def _not_additive(self, counts: WindowCounts) -> str | None:
         names = [name for name in counts.labels.counts if not self._model.task(name).additive]
@@ -100,7 +125,8 @@ class Notices:
 
     def _adds_in_half(self, counts: WindowCounts) -> str | None:
         learned = [total for total in counts.totals.values() if total]
-        if counts.labels.micro_batches <= 1 and not (self._repeats and len(learned) > 1):
+        several = self._onto_others or (self._repeats and len(learned) > 1)
+        if counts.labels.micro_batches <= 1 and not several:
             return None
         named = self._model.named_parameters()
         half = [n for n, p in named if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
@@ -122,18 +148,10 @@ class Notices:
 
 def unreached_parameters(model: MultiTaskModel, totals: Mapping[str, float]) -> list[str]:
     """Trainable parameters without a gradient after a window, in nodes that were to learn from it."""
-    tasks = {name: model.task(name).mode for name, total in totals.items() if total > 0}
-    learning = [
-        model.prefix(node)
-        for node in model.own_modules()
-        if any(
-            mode == "train" or (mode == "detached" if node == name else mode == "frozen")
-            for name, mode in tasks.items()
-            if node in model.paths[name]
-        )
-    ]
+    taught = model.taught_by(name for name, total in totals.items() if total > 0)
+    learning = tuple(map(model.prefix, taught))
     return [
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.grad is None and name.startswith(tuple(learning))
+        if parameter.requires_grad and parameter.grad is None and name.startswith(learning)
     ]

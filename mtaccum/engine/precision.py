@@ -60,7 +60,8 @@ class Precision:
         self.name = name
         self.scaler = scaler
         self._dtype = _DTYPES[name]
-        self._unscaled = self._has_scaled = False
+        self._unscaled: set[int] = set()  # optimizers, by id
+        self._has_scaled = False
 
     @property
     def scales(self) -> bool:
@@ -88,11 +89,11 @@ class Precision:
             if not self._has_scaled:  # without a batch: a scaler makes its factor when it is first used
                 self._scale(torch.zeros((), device=gradient.device))
             self.scaler.unscale_(optimizer)
-            self._unscaled = True
+            self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's step, once the gradients are unscaled and known to be finite."""
-        if self._unscaled:
+        if id(optimizer) in self._unscaled:
             self.scaler.step(optimizer)
         else:
             optimizer.step()
@@ -101,10 +102,10 @@ class Precision:
         """Once per step, skipped ones included: the factor for the next one."""
         if self._unscaled:
             self.scaler.update()
-            self._unscaled = False
+            self._unscaled.clear()
 
     def reset(self) -> None:
         """After a step that failed: the scaler as it was before."""
         if self._unscaled:
             self.scaler.update(self.scaler.get_scale())  # what was unscaled is forgotten, the factor stays
-            self._unscaled = False
+            self._unscaled.clear()

@@ -46,8 +46,15 @@ class WindowRun:
         """The counts of a window as a step needs them, chunks included."""
         return LabelCounts.of(self.model.tasks_by_name(), window, self.options.chunked)
 
-    def gradient(self, window: Sequence[Any], labels: LabelCounts | None) -> StepResult:
-        """Compute a window's gradient, into ``.grad`` that are all None. Labels are counted if not given."""
+    def gradient(
+        self, window: Sequence[Any], labels: LabelCounts | None, *, onto_others: bool = False
+    ) -> StepResult:
+        """Compute a window's gradient, and add it to ``.grad``.
+
+        Args:
+            labels: None: they are counted here.
+            onto_others: whether there are gradients already.
+        """
         if torch.is_inference_mode_enabled():
             raise ConfigError("nothing can be learned under torch.inference_mode(); leave it first.")
         check_window(self.model, window)
@@ -57,11 +64,12 @@ class WindowRun:
         else:
             check_labels(self.model, labels, len(window), self.options.chunked)
         counts = WindowCounts.agreed(labels, self.model, self.ranks)
-        self._notices.before(counts)
+        self._notices.before(window, counts, onto_others=onto_others)
         log = LossLog(counts)
         self._run(window, counts, log)
         self._levers.ran(counts)
-        self._notices.after(counts)
+        if not onto_others:
+            self._notices.after(counts)
         return log.result(self.ranks, self.model.device)
 
     def find_nonfinite(self, window: Sequence[Any], before: Snapshot) -> str | None:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from mtaccum.batch import batch_size_of, take_samples
 from mtaccum.engine import StepOptions
-from mtaccum.engine.checks import check_model, check_optimizer
+from mtaccum.engine.checks import check_model
+from mtaccum.engine.optimizers import Optimizers
 from mtaccum.engine.options import takes_step_options
 from mtaccum.engine.window_counts import check_window
 from mtaccum.errors import BatchError, ConfigError, OptimizerError
@@ -32,7 +33,7 @@ def check_exactness(
     window: Sequence[Any],
     *,
     options: StepOptions | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     samples: int | None = None,
     device: str | torch.device = "cpu",
     **step_options: Any,
@@ -50,7 +51,7 @@ def check_exactness(
         window: a list of micro-batches of real data, with labels for every task if possible.
         options, step_options: as for ``Engine``. Compared are ``schedule``, ``recompute``, ``batchnorm``,
             ``head_groups`` and ``chunks``; of others that change what is computed a note says so.
-        optimizer: whether it holds every trainable parameter is checked too; None: not checked.
+        optimizer: one or several, which together must hold every trainable parameter; None: not checked.
         samples: how many to take of the window, the first ones of each micro-batch; None: all.
         device: where to run.
 
@@ -73,7 +74,7 @@ def check_exactness(
         subject = Subject(model, taken, torch.device(device), compared, random)
         with warnings.catch_warnings(action="ignore"):  # arguments that aren't valid are the caller's errors
             subject.engine(subject.fresh_model())
-        findings += _held(model, optimizer)
+        findings += _held(model, Optimizers(optimizer))
         comparison = _compared(subject, findings)
         return ExactnessReport(
             compared.schedule,
@@ -132,12 +133,12 @@ def _take(window: Sequence[Any], samples: int | None) -> tuple[list[Any], list[F
     return taken, [Finding("samples", "window", text, fault=False)]
 
 
-def _held(model: MultiTaskModel, optimizer: Optimizer | None) -> list[Finding]:
-    if optimizer is not None:
-        try:
-            check_optimizer(model, optimizer)
-        except OptimizerError as error:
-            return [Finding("optimizer", type(optimizer).__name__, str(error))]
+def _held(model: MultiTaskModel, optimizers: Optimizers) -> list[Finding]:
+    try:
+        if optimizers:
+            optimizers.check(model)
+    except OptimizerError as error:
+        return [Finding("optimizer", optimizers.name, str(error))]
     return []
 
 

@@ -17,15 +17,15 @@ from mtaccum.structure import tensors_of
 
 
 @contextmanager
-def labelling(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[None]:
+def labelling(live: LiveBytes, model: nn.Module, *optimizers: Optimizer) -> Iterator[None]:
     """Around steps of an engine inside ``with live``: label what they make.
 
     Args:
         live: the tracker, with the optimizer's state labelled, if there is any.
         model: whose gradients are known by their parameters.
-        optimizer: whose state is known after its first step.
+        optimizers: whose state is known after their first step.
     """
-    labels = _Labels(live, optimizer)
+    labels = _Labels(live, optimizers)
     with ExitStack() as stack:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -40,8 +40,8 @@ def labelling(live: LiveBytes, model: nn.Module, optimizer: Optimizer | None = N
 class _Labels:
     """Labels tensors of a step as they become known; a ``StageObserver``."""
 
-    def __init__(self, live: LiveBytes, optimizer: Optimizer | None) -> None:
-        self._live, self._optimizer = live, optimizer
+    def __init__(self, live: LiveBytes, optimizers: Sequence[Optimizer]) -> None:
+        self._live, self._optimizers = live, optimizers
         self._stages: list[str] = []
 
     def begins(self, node: str, phase: str) -> None:
@@ -50,8 +50,9 @@ class _Labels:
 
     def ends(self, node: str, phase: str) -> None:
         self._live.stage = self._stages.pop()
-        if phase == STEP and self._optimizer is not None:
-            self._live.label(state_tensors(self._optimizer), OPTIMIZER)
+        if phase == STEP:
+            for optimizer in self._optimizers:
+                self._live.label(state_tensors(optimizer), OPTIMIZER)
 
     def cut(self, leaves: Sequence[Tensor]) -> None:
         for leaf in leaves:

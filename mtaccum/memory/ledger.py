@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtaccum.errors import MeasureError
 from mtaccum.parallel import to_local
 from mtaccum.torch_internals import address_of, is_wrapper
 
@@ -143,4 +144,4 @@ def _own_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-    raise NotImplementedError(f"cannot tell the memory of a {kind}")
+    raise MeasureError(f"the memory of a {kind} can't be measured")

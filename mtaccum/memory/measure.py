@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mtaccum.engine import Engine, StepResult
 from mtaccum.memory.labels import labelling, state_tensors
 from mtaccum.memory.ledger import OPTIMIZER
+from mtaccum.memory.refusals import measurable
 from mtaccum.memory.tracker import Existing, LiveBytes, Moment
 from mtaccum.structure import tensors_of
 
@@ -93,18 +94,19 @@ def measure_step(
 
     Raises:
         ValueError: an engine on another device than CPU or CUDA.
+        MeasureError: a step that runs, but not while it is measured. Nothing was changed.
     """
-    model, optimizer = engine.model, engine.optimizer
+    model, optimizers = engine.model, engine.optimizers.all
     device = _check_device(model.device)
-    state = [] if optimizer is None else state_tensors(optimizer)
+    state = [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
     alive: list[Tensor | nn.Module] = [model, *existing, *state, *tensors_of(window, strict=False)]
     allocator_start = _reset(device) if device.type == "cuda" else 0
     live = LiveBytes(alive, device=device, timeline=timeline)
     live.label(state, OPTIMIZER)
     live.reset_peak()
     start = live.current_bytes
-    with live, labelling(live, model, optimizer):
-        result = engine.step(window) if optimizer is not None else engine.accumulate(window)
+    with measurable(), live, labelling(live, model, *optimizers):
+        result = engine.step(window) if optimizers else engine.accumulate(window)
     moments = live.timeline if timeline else ()
     report = PeakReport(live.peak_bytes, start, LIVE, live.peak_stage, live.peak_by_kind, timeline=moments)
     if device.type == "cuda":

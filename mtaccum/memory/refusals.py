@@ -13,7 +13,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from mtaccum.errors import BatchError, ConfigError, PredictionError, TaskError, first_line, listed
+from mtaccum.errors import (
+    BatchError,
+    ConfigError,
+    MeasureError,
+    PredictionError,
+    TaskError,
+    first_line,
+    listed,
+)
 from mtaccum.model import MultiTaskModel
 from mtaccum.observe import any_module_entered
 from mtaccum.structure import describe, tensors_of
@@ -102,6 +110,33 @@ _RECURRENT = frozenset(
 )
 
 
+NO_SAVED_HOOKS = "hooks on saved tensors don't work inside of torch.func.grad, vjp, jacrev and hessian"
+
+
+def _uses_functorch(error: BaseException) -> bool:
+    return "support saved tensor hooks" in str(error)
+
+
+@contextmanager
+def measurable() -> Iterator[None]:
+    """Tell a step that can't be measured from one that fails.
+
+    Raises:
+        MeasureError: in place of what only measuring has caused.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # a task's code may have met it
+            if isinstance(cause, MeasureError):
+                raise cause from None
+            cause = cause.__cause__
+        if _uses_functorch(error):
+            raise MeasureError(f"the memory of this step can't be measured: {NO_SAVED_HOOKS}.") from error
+        raise
+
+
 @contextmanager
 def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
     """Say which module needs what fake tensors don't have.
@@ -127,6 +162,12 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
     except Exception as error:
         if isinstance(error.__cause__, PredictionError):  # a task's code has met it
             raise error.__cause__ from None
+        where = f"after {entered[-1]} began" if entered and entered[-1] else f"in {what_runs}"
+        if _uses_functorch(error):
+            raise PredictionError(
+                f"the memory of this model can't be predicted, nor measured, since {NO_SAVED_HOOKS} "
+                f"({where})."
+            ) from error
         what = _needs_values(error)
         if what is None and isinstance(error, AssertionError) and _is_pytorchs(error):
             raise TaskError(
@@ -134,7 +175,6 @@ def explained(model: nn.Module, what_runs: str = "the step") -> Iterator[None]:
             ) from error
         if what is None:
             raise
-        where = f"after {entered[-1]} began" if entered and entered[-1] else f"in {what_runs}"
         raise PredictionError(
             f"the memory of this model can't be predicted, since it can't run without values: {what} "
             f"({where}). {_advice(error)}Measure it: mtaccum.memory.measure_step."

@@ -83,7 +83,7 @@ class LiveBytes(OperationObserver):  # type: ignore[no-untyped-call]
     Raises:
         RuntimeError: on entering an object for the second time.
         TypeError: if ``existing`` has something other than tensors and modules.
-        NotImplementedError: on a sparse layout other than COO, or a subclass wrapping tensors.
+        MeasureError: on a sparse layout other than COO, or a subclass wrapping tensors.
     """
 
     def __init__(

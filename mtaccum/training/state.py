@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,18 +29,28 @@ _PROGRESS = (
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
     """All that goes on from here: tensors and plain values. To be called on all ranks."""
-    optimizer, scheduler = trainer.engine.optimizer, trainer.engine.lr_scheduler
-    assert optimizer is not None
+    engine = trainer.engine
     return {
         "model": trainer.model.state_dict(),
         "average": None if trainer.average is None else trainer.average.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "optimizer_class": type(optimizer).__name__,
-        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-        "scaler": None if trainer.engine.scaler is None else trainer.engine.scaler.state_dict(),
+        "optimizer": _by_number([optimizer.state_dict() for optimizer in engine.optimizers.all]),
+        "optimizer_class": engine.optimizers.name,
+        "lr_scheduler": _by_number([scheduler.state_dict() for scheduler in engine.lr_schedulers]),
+        "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
         "random": trainer.ranks.all_gather_object(RandomState(_generators(trainer)).state_dict()),
         "progress": {name: getattr(trainer, name) for name in _PROGRESS},
     }
+
+
+def _by_number(states: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """One state as it is, several by their numbers; None for none."""
+    if len(states) < 2:
+        return states[0] if states else None
+    return {str(number): state for number, state in enumerate(states)}
+
+
+def _numbered(state: Any, number: int, several: Sequence[Any]) -> Any:
+    return state if len(several) == 1 else state[str(number)]
 
 
 def _generators(trainer: Trainer) -> list[torch.Generator]:
@@ -57,12 +67,12 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
         ValueError: another optimizer, or averaged weights on one side only.
         RuntimeError, KeyError: other parameters, as PyTorch says it.
     """
-    assert trainer.engine.optimizer is not None
+    engine = trainer.engine
     if (trainer.average is None) != (state["average"] is None):
         has = "none" if state["average"] is None else "averaged weights"
         raise ValueError(f"It holds {has}; set trainer.ema_decay as it was.")
     # PyTorch loads another optimizer's state without a word, and fails in the first step
-    if (own := type(trainer.engine.optimizer).__name__) != state["optimizer_class"]:
+    if (own := engine.optimizers.name) != state["optimizer_class"]:
         raise ValueError(f"It was made with {state['optimizer_class']}, and this is {own}.")
     like = trainer.model.state_dict()
     trainer.model.load_state_dict(
@@ -70,11 +80,14 @@ def load_state(trainer: Trainer, state: Mapping[str, Any]) -> None:
     )
     if trainer.average is not None:
         trainer.average.load_state_dict(state["average"])
-    trainer.engine.optimizer.load_state_dict(_distributed(state["optimizer"], trainer.engine.optimizer))
-    if trainer.engine.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        trainer.engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if trainer.engine.scaler is not None and state["scaler"] is not None:
-        trainer.engine.scaler.load_state_dict(state["scaler"])
+    for number, optimizer in enumerate(engine.optimizers.all):
+        saved = _numbered(state["optimizer"], number, engine.optimizers.all)
+        optimizer.load_state_dict(_distributed(saved, optimizer))
+    if state["lr_scheduler"] is not None:
+        for number, scheduler in enumerate(engine.lr_schedulers):
+            scheduler.load_state_dict(_numbered(state["lr_scheduler"], number, engine.lr_schedulers))
+    if engine.scaler is not None and state["scaler"] is not None:
+        engine.scaler.load_state_dict(state["scaler"])
     _restore_random_streams(trainer, state)
     for name in _PROGRESS:
         setattr(trainer, name, state["progress"][name])

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from mtaccum.batch import windows
 from mtaccum.data import MicroBatchSampler, loaded
 from mtaccum.engine import Engine, StepResult
-from mtaccum.errors import BatchError, NonfiniteError
+from mtaccum.errors import BatchError, MeasureError, NonfiniteError, warn
 from mtaccum.memory import PeakReport, measure_step
 from mtaccum.model import MultiTaskModel
 from mtaccum.parallel import in_step
@@ -64,6 +64,7 @@ class Trainer:
         self.best: float | None = None
         self.evaluations_since_best = self.evaluated_steps = 0
         self.peak: PeakReport | None = None
+        self._measures = self.model.device.type in ("cpu", "cuda")  # still, and once
         self.saved_steps: int | None = None
         """Steps of the state that was saved last, by this process; None if it has saved none."""
         self._stepping = False
@@ -166,16 +167,10 @@ class Trainer:
         """One step; the first one with optimizer state, or the only one, is measured."""
         self._stepping = True
         samples = self.sampler.samples_from(self.samples_in_epoch)
-        assert self.engine.optimizer is not None
-        self._lr = self.engine.optimizer.param_groups[0]["lr"]  # the step's own; the scheduler ticks in it
-        device = self.model.device
-        measurable = device.type in ("cpu", "cuda")
-        if measurable and self.peak is None and (self.steps > 0 or self.settings.total_steps == 1):
-            copies = [] if self.average is None else [self.average]
-            result, peak = measure_step(self.engine, window, existing=copies, timeline=True)
-            title = f"step {self.steps + 1}: {self.engine.options.schedule}"
-            log_timeline(self.steps + 1, title, peak, self.loggers)
-            self.peak = replace(peak, timeline=())
+        # the step's own; the scheduler ticks in it
+        self._lr = self.engine.optimizers.all[0].param_groups[0]["lr"]
+        if self._measures and (self.steps > 0 or self.settings.total_steps == 1):
+            result = self._measured_step(window)
         else:
             result = self.engine.step(window)
         self.samples_in_epoch += samples
@@ -186,6 +181,20 @@ class Trainer:
             if self.average is not None:
                 self.average.update_parameters(self.model)
         self._stepping = False
+        return result
+
+    def _measured_step(self, window: list[Any]) -> StepResult:
+        """A step whose peak is measured; one that can't be measured is taken all the same."""
+        copies = [] if self.average is None else [self.average]
+        try:
+            result, peak = measure_step(self.engine, window, existing=copies, timeline=True)
+        except MeasureError as error:
+            self._measures = False
+            warn(f"the peak is not measured, and the training goes on: {error}")
+            return self.engine.step(window)
+        title = f"step {self.steps + 1}: {self.engine.options.schedule}"
+        log_timeline(self.steps + 1, title, peak, self.loggers)
+        self.peak, self._measures = replace(peak, timeline=()), False
         return result
 
     def _scalars(self, result: StepResult, samples_per_s: float) -> dict[str, float]:

@@ -669,7 +669,9 @@ def test_a_failed_accumulate_leaves_the_callers_gradients_bitwise_g7(schedule: s
     for name, parameter in model.named_parameters():
         parameter.grad = own[name].clone() if name in own else None
     with pytest.raises(TaskError, match="task 'bad'.*broken"):
-        Engine(model, schedule=schedule).accumulate(split_batch({"x": torch.rand(6, 3)}, 2))
+        Engine(model, schedule=schedule).accumulate(
+            split_batch({"x": torch.rand(6, 3)}, 2), restore_on_error=True
+        )
     for name, gradient in gradients_of(model).items():
         assert (gradient is None) == (name not in own)
         assert gradient is None or torch.equal(gradient, own[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +36,12 @@ def model_of(trunk: nn.Module, *, neck: nn.Module | None = None, **heads: nn.Mod
     return MultiTaskModel(trunk, tasks, inputs="x", necks=necks)
 
 
-def window_of(*labels: str) -> list[dict[str, Tensor]]:
+def window_of(*labels: str) -> list[dict[str, Any]]:
     """A micro-batch for each string, labelled for the tasks whose letters stand in it."""
-    return [{"x": torch.rand(3, 4), **{task: torch.ones(3) for task in tasks}} for tasks in labels]
+    return [
+        {"x": torch.rand(3, 4), **{task: torch.ones(3) if task in tasks else None for task in "abcd"}}
+        for tasks in labels
+    ]
 
 
 # --- BatchNorm --------------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def half_model(dtype: torch.dtype = torch.bfloat16) -> MultiTaskModel:
     return model
 
 
-def half_window(*labels: str, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Tensor]]:
+def half_window(*labels: str, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
     return [{**batch, "x": batch["x"].to(dtype)} for batch in window_of(*labels)]
 
 

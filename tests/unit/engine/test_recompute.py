@@ -620,7 +620,7 @@ def test_a_segment_that_is_not_called_is_warned_of_once(schedule: str) -> None:
     model = MultiTaskModel(Attends(), tasks, inputs="x")
     names = ["trunk.attention", "trunk.attention.out_proj", "trunk.spare", "b.spare", "a"]
     engine = Engine(model, schedule=schedule, recompute=names)
-    batch = {"x": torch.rand(2, 3, 4), "a": torch.ones(2)}
+    batch = {"x": torch.rand(2, 3, 4), "a": torch.ones(2), "b": None}
     with pytest.warns(UserWarning, match="recompute") as caught:
         engine.accumulate([batch, batch])
     assert [str(warning.message).partition(" did not run as a module")[0] for warning in caught] == [
