@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mtaccum.batch import batch_size_of, own_view, split_sizes, take_micro_batch
 from mtaccum.engine.options import StepOptions
+from mtaccum.engine.outside import Outside
 from mtaccum.engine.result import LossLog, sum_of_terms
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window_counts import WindowCounts
@@ -31,6 +32,7 @@ class Binding:
     Attributes:
         batch: the micro-batch, on the model's device.
         micro_batch: its index in the window.
+        outside: searches the graphs that nodes make; None: they aren't searched.
         log: is told each task's loss.
         autocast: entered around each node's forward.
         share_backward: whether the heads of a head group do share a backward; otherwise they are neighbours
@@ -46,6 +48,7 @@ class Binding:
     share_backward: bool
     batch: Any
     micro_batch: int
+    outside: Outside | None = None
 
     def bound(self, tasks: Sequence[str]) -> tuple[list[Node], Any]:
         """The nodes that lead to tasks, in the order in which these run, and the inputs of the roots."""
@@ -78,7 +81,10 @@ class Binding:
     def _features(self, name: str, above: Features) -> Any:
         """What a trunk or neck hands on. One that doesn't learn keeps its buffers, ``.train()`` or not."""
         with self.autocast(), self._frozen(name):
-            return self.model.run(name, above, self.batch)
+            features = self.model.run(name, above, self.batch)
+        if self.outside is not None:
+            self.outside.look(name, features, [dict(above), self.batch])
+        return features
 
     def _leaf(self, name: str, chunk: int | None = None) -> Node:
         return Node(
@@ -112,6 +118,8 @@ class Binding:
                 loss = task.loss(prediction, own_view(batch))
                 total = sum_of_terms(loss)
         self.log.add(name, loss, total, chunk)
+        if self.outside is not None:
+            self.outside.look(name, total, [dict(above), self.batch])
         return prediction, total
 
     def _frozen(self, name: str) -> AbstractContextManager[None]:

@@ -133,6 +133,7 @@ class Engine:
             result = self._run.gradient(window, counts)
             if not result.losses:
                 return result
+            self._run.outside.refuse_unheld(self.optimizers.held())
             self.ranks.complete(parameters)
             self.optimizers.unscale(self._precision)
             norm = self.ranks.gradient_norm(parameters)
@@ -243,6 +244,7 @@ class Engine:
         learning = modes, [id(parameter) for parameter in parameters if parameter.requires_grad]
         if learning != self._checked:
             self.optimizers.check(self.model)
+            self._run.outside.forget()
             self._checked = learning
 
     def _warn_of_dropped(self, dropped: int) -> None:

@@ -16,6 +16,7 @@ from mtaccum.engine.levers import Levers
 from mtaccum.engine.nonfinite import NonfiniteSearch
 from mtaccum.engine.notices import Notices
 from mtaccum.engine.options import StepOptions
+from mtaccum.engine.outside import Outside
 from mtaccum.engine.precision import Precision, fresh_casts
 from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
@@ -41,6 +42,7 @@ class WindowRun:
         self.precision, self.backward = precision, backward
         self._levers = Levers(model, options)
         self._notices = Notices(model, options, ranks)
+        self.outside = Outside(model)
 
     def count_labels(self, window: Sequence[Any]) -> LabelCounts:
         """The counts of a window as a step needs them, chunks included."""
@@ -65,6 +67,7 @@ class WindowRun:
             check_labels(self.model, labels, len(window), self.options.chunked)
         counts = WindowCounts.agreed(labels, self.model, self.ranks)
         self._notices.before(window, counts, onto_others=onto_others)
+        self.outside.begin(name for name, total in labels.totals.items() if total > 0)
         log = LossLog(counts)
         self._run(window, counts, log)
         self._levers.ran(counts)
@@ -95,6 +98,7 @@ class WindowRun:
         of_micro_batch = partial(
             Binding, model, self.options, self.ranks, counts, log, autocast, not searching
         )
+        outside = self.outside if self.outside.looking and not searching else None
         with (
             self.ranks.window(model, counts.agreement, searching=searching),
             # in backwards too, where a checkpoint of the user's own would run frozen nodes again
@@ -109,7 +113,7 @@ class WindowRun:
                 log.micro_batch = index
                 if tasks:
                     # moved here and bound to no name: on the device is only the micro-batch that runs
-                    binding = of_micro_batch(to_device(batch, device), index)
+                    binding = of_micro_batch(to_device(batch, device), index, outside=outside)
                     roots, inputs = binding.bound(tasks)
                     del binding
                     schedule(roots, {ROOT: inputs}, backward)

@@ -489,3 +489,80 @@ def test_nested_features_are_right_or_refused_with_the_schedule_that_takes_them_
             torch.testing.assert_close(parameter.grad, gradient)
     with pytest.raises(FeatureError, match="features hold a nested tensor.*schedule='sequential'"):
         Engine(model, schedule="split").accumulate([batch])
+
+
+# --- e2: tensors outside of the model ---------------------------------------------------------------------
+
+
+class Weighted(Squared):
+    """Its loss has a learned weight that is no parameter of it."""
+
+    def __init__(self, head: nn.Module, log_weight: Tensor) -> None:
+        super().__init__(head)
+        self.outside = [log_weight]  # in a list, so that no module knows of it
+
+    def loss(self, prediction: Tensor, batch: Any) -> Tensor:
+        (log_weight,) = self.outside
+        return super().loss(prediction, batch) * log_weight.neg().exp() + log_weight
+
+
+def weighted(make: Callable[[Tensor], Tensor]) -> tuple[MultiTaskModel, Tensor]:
+    torch.manual_seed(0)
+    outside = make(torch.zeros(()))
+    heads = {"a": Weighted(nn.Linear(3, 2), outside), "b": Squared(nn.Linear(3, 2))}
+    return MultiTaskModel(nn.Linear(3, 3), heads, inputs="x"), outside
+
+
+@pytest.mark.parametrize("schedule", ["summed", "sequential", "split"])
+@pytest.mark.parametrize("make", [nn.Parameter, lambda tensor: tensor.requires_grad_()])
+def test_a_learned_weight_outside_of_the_model_is_trained_if_it_is_held_e2(schedule: str, make: Any) -> None:
+    model, outside = weighted(make)
+    before = copy.deepcopy(model.state_dict())
+    engine = Engine(model, SGD(model.parameters(), lr=0.1), schedule=schedule)
+    with pytest.raises(
+        OptimizerError, match=r"'a' learns a \w+ outside of the model, Tensor\(\), that no optimizer"
+    ):
+        engine.step([BATCH])
+    assert outside.grad is None
+    assert same(dict(model.state_dict()), dict(before))
+    engine = Engine(model, SGD([*model.parameters(), outside], lr=0.1), schedule=schedule)  # type: ignore[list-item]
+    for _ in range(2):
+        assert engine.step([BATCH]).stepped
+        assert outside.grad is None
+    assert outside.item() != 0
+
+
+def test_a_tensor_outside_is_looked_for_when_its_task_runs_first_or_something_was_unfrozen_e2() -> None:
+    model, _ = weighted(nn.Parameter)
+    model.task("a").mode = "off"
+    model.trunk.requires_grad_(False)
+    engine = Engine(model, SGD(model.parameters(), lr=0.1))
+    engine.step([BATCH])
+    model.task("a").mode = "train"
+    with pytest.raises(OptimizerError, match="'a' learns"):
+        engine.step([BATCH])
+
+
+def test_a_neck_or_trunk_that_reaches_outside_is_named_e2() -> None:
+    outside = nn.Parameter(torch.ones(3))
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * outside
+
+    model = MultiTaskModel(Scaled(), {"a": Squared(nn.Linear(3, 1))}, inputs="x")
+    with pytest.raises(OptimizerError, match=r"'trunk' learns a Parameter outside of the model, Tensor\(3\)"):
+        Engine(model, SGD(model.parameters(), lr=0.1)).step([BATCH])
+
+
+@pytest.mark.parametrize("schedule", ["summed", "sequential", "split"])
+def test_leaves_that_a_forward_makes_for_itself_and_inputs_are_nobodys_e2(schedule: str) -> None:
+    class Penalised(Squared):
+        def loss(self, prediction: Tensor, batch: Any) -> Tensor:
+            x = batch["x"].detach().clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.head(x).sum(), x, create_graph=True)
+            return super().loss(prediction, batch) + slope.square().mean() + (x * 2).sum() * 0
+
+    model = MultiTaskModel(nn.Linear(3, 3), {"a": Penalised(nn.Linear(3, 2))}, inputs="x")
+    engine = Engine(model, SGD(model.parameters(), lr=0.1), schedule=schedule)
+    assert engine.step([{"x": BATCH["x"].clone().requires_grad_()}]).stepped
