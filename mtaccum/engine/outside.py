@@ -3,8 +3,8 @@
 A learned weight of a loss that is kept in a closure, say: its gradient comes with the others, but nobody
 steps, clears or reduces it, unless an optimizer holds it. So the graphs of a window are searched for such
 tensors; not of each one, but of the first with a set of active tasks, and again when parameters were added or
-unfrozen. What isn't seen: tensors behind a reentrant checkpoint or a function that hides its graph, and those
-that a node reaches in some windows only.
+unfrozen. What isn't seen: tensors behind a reentrant checkpoint or a function that hides its graph, those
+that a node reaches in some windows only, and any in a model that is sharded.
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ class WindowRun:
         of_micro_batch = partial(
             Binding, model, self.options, self.ranks, counts, log, autocast, not searching
         )
-        outside = self.outside if self.outside.looking and not searching else None
+        # parameters that are gathered for a pass would look like others
+        searched = self.outside.looking and not searching and not self.ranks.shares_gradients
+        outside = self.outside if searched else None
         with (
             self.ranks.window(model, counts.agreement, searching=searching),
             # in backwards too, where a checkpoint of the user's own would run frozen nodes again

@@ -66,6 +66,7 @@ class FSDP(Ranks):
 
     def before_step(self, model: MultiTaskModel) -> None:
         super().before_step(model)
+        _refuse_broken({name: tracking_of(node) for name, node in sharded_nodes(model).items()})
         check_modes(model)
 
     def agree(
@@ -91,7 +92,6 @@ class FSDP(Ranks):
             return
         nodes = sharded_nodes(model)
         tracked = {name: tracking_of(node) for name, node in nodes.items()}
-        _refuse_broken(tracked)
         for tracking in tracked.values():
             tracking.reached.clear()
             tracking.reduces_after = None
