@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtaccum.errors import FeatureError
+from mtaccum.torch_internals import is_wrapper
 
 Unpack = Callable[[Any], Sequence[Any]]
 Pack = Callable[[Any, Sequence[Any]], Any]
@@ -186,7 +187,7 @@ def aliased(nest: Any) -> Any:
     own: dict[int, Tensor] = {}  # one tensor may stand in several places: it stays one
 
     def alias(tensor: Tensor) -> Tensor:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        plain = tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper(tensor)
         if not plain or not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         return own.setdefault(id(tensor), torch.ops.aten.alias(tensor))

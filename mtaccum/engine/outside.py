@@ -45,7 +45,8 @@ class Outside:
 
     def look(self, node: str, made: Any, given: Any) -> None:
         """Search the graph of what a node has made, down to what it was given."""
-        known = {id(tensor) for tensor in (*self._model.parameters(), *tensors_of(given, strict=False))}
+        inputs = tensors_of(given, strict=False)
+        known = {id(tensor) for tensor in (*self._model.parameters(), *inputs, *leaves_of(inputs))}
         for leaf in leaves_of(tensors_of(made, strict=False)):
             if id(leaf) not in known:
                 self._found[id(leaf)] = node, weakref.ref(leaf)

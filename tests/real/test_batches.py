@@ -89,9 +89,10 @@ def test_a_list_of_graphs_is_one_per_sample_and_a_single_graph_is_refused_t1() -
 
 
 def test_a_batch_of_graphs_moves_and_lends_copies_t4_t6() -> None:
+    listed = graphs(3)
     from torch_geometric.data import Batch
 
-    batch: Any = Batch.from_data_list(graphs(3))
+    batch: Any = Batch.from_data_list(listed)
     moved: Any = to_device(batch, torch.device("meta"))
     assert (moved.x.device.type, batch.x.device.type) == ("meta", "cpu")
     view = own_view(batch)

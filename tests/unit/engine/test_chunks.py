@@ -573,7 +573,7 @@ def test_a_failed_chunk_leaves_the_callers_gradients_bitwise_g7() -> None:
         parameter.grad = torch.rand_like(parameter)
     own = gradients_of(model)
     with pytest.raises(TaskError, match="task 'value'.*broken"):
-        Engine(model, chunks={"value": 2, "cls": 2}).accumulate([plain_batch(4)])
+        Engine(model, chunks={"value": 2, "cls": 2}).accumulate([plain_batch(4)], restore_on_error=True)
     for name, gradient in gradients_of(model).items():
         assert torch.equal(gradient, own[name])
 

@@ -140,7 +140,7 @@ def said(model: MultiTaskModel, own: LabelCounts, *, ranks: int = 1) -> list[str
     assert several.world_size == ranks
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Notices(model, StepOptions(), several).before(WindowCounts.agreed(own, model, several))
+        Notices(model, StepOptions(), several).before([], WindowCounts.agreed(own, model, several))
     assert {warning.category for warning in caught} <= {InexactWarning}
     return [str(warning.message) for warning in caught]
 
