@@ -8,7 +8,7 @@ until a state is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from mtaccum.engine.checks import check_held, check_steppable
 from mtaccum.engine.precision import Precision
 from mtaccum.errors import ConfigError, OptimizerError, first_line
 from mtaccum.model.tree import MultiTaskModel
-from mtaccum.torch_internals import version_of
+from mtaccum.torch_internals import versions_of
 
 
 class Optimizers:
@@ -125,24 +125,21 @@ class _State:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._of_optimizer = getattr(optimizer, "state", {})
-        self._entries = {parameter: dict(entry) for parameter, entry in self._of_optimizer.items()}
-        self._versions = [
-            [[version_of(tensor) for tensor in self._tensors(parameter)] for parameter in group["params"]]
-            for group in optimizer.param_groups
-        ]
+        self._entries = {id(parameter): dict(entry) for parameter, entry in self._of_optimizer.items()}
+        self._tensors = [list(self._tensors_of(group["params"])) for group in optimizer.param_groups]
+        self._versions = [versions_of(tensors) for tensors in self._tensors]
 
-    def _tensors(self, parameter: Tensor) -> list[Tensor]:
-        entry = self._entries.get(parameter, {})
-        return [parameter, *(value for value in entry.values() if isinstance(value, Tensor))]
+    def _tensors_of(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        for parameter in parameters:
+            yield parameter
+            if (entry := self._entries.get(id(parameter))) is not None:
+                yield from (value for value in entry.values() if isinstance(value, Tensor))
 
     def moved(self) -> str:
         """The groups of which something has moved, in words; empty if none has."""
         name, groups = type(self.optimizer).__name__, self.optimizer.param_groups
-        moved = [
-            str(number)
-            for number, (group, versions) in enumerate(zip(groups, self._versions, strict=True))
-            if [[version_of(t) for t in self._tensors(p)] for p in group["params"]] != versions
-        ]
+        pairs = zip(self._tensors, self._versions, strict=True)
+        moved = [str(number) for number, (now, before) in enumerate(pairs) if versions_of(now) != before]
         if moved:
             return f"group {', '.join(moved)} of the {len(groups)} of {name} has moved"
         bases = (base for base in type(self.optimizer).__mro__ if base is not Optimizer)
@@ -152,10 +149,10 @@ class _State:
     def drop_new_entries(self) -> None:
         """Take away what the step has put into the state, and put back numbers."""
         for parameter in list(self._of_optimizer):
-            if parameter not in self._entries:
+            if (before := self._entries.get(id(parameter))) is None:
                 del self._of_optimizer[parameter]
                 continue
-            entry, before = self._of_optimizer[parameter], self._entries[parameter]
+            entry = self._of_optimizer[parameter]
             for key in [key for key in entry if key not in before]:
                 del entry[key]
             entry.update(before)
