@@ -76,16 +76,21 @@ def _read_sequence(value: Sequence[Any], samples: int) -> _Read:
 def _read_batch(value: Sequence[Any], samples: int) -> _Read:
     """A list or tuple that is the batch itself."""
     as_rows = _Read.ROWS if len(value) == samples else _Read.OTHER_SIZE
-    is_list, as_fields = isinstance(value, list), _fit(value, samples)
-    if is_list and value and all(map(_is_object, value)):
+    if isinstance(value, list) and value and all(map(_is_object, value)):
         return as_rows
-    if len(value) < 2 or not _are_alike(value) or isinstance(value[0], list):
-        return _Read.FIELDS if as_fields or not all(map(_varies, value)) else as_rows
-    if is_list and not all(_fit_without_opaque(entry, samples) for entry in value):
-        return as_rows
-    if as_fields and type(value[0]) is tuple and len(value[0]) == samples != len(value):
+    as_fields = _fit(value, samples)
+    if len(value) > 1 and not isinstance(value[0], list) and _are_alike(value):
+        return _read_alike(value, samples) if as_fields else as_rows
+    return _Read.FIELDS if as_fields or not all(map(_varies, value)) else as_rows
+
+
+def _read_alike(batch: Sequence[Any], samples: int) -> _Read:
+    """A batch of entries of which each may be a field, or a sample that nobody collated."""
+    if isinstance(batch, list) and not all(_fit_without_opaque(entry, samples) for entry in batch):
+        return _Read.ROWS if len(batch) == samples else _Read.OTHER_SIZE
+    if type(batch[0]) is tuple and len(batch[0]) == samples != len(batch):
         return _Read.FIELDS  # zip(*samples), of fields that look alike
-    return _Read.UNCLEAR if as_fields else as_rows
+    return _Read.UNCLEAR
 
 
 def _fit(entries: Sequence[Any], samples: int) -> bool:

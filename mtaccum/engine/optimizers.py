@@ -45,8 +45,8 @@ class Optimizers:
             raise OptimizerError("two optimizers hold the same parameter, which would move twice in a step.")
         self._torn: str | None = None
         for optimizer in self.all:
-            if hasattr(optimizer, "register_load_state_dict_post_hook"):
-                optimizer.register_load_state_dict_post_hook(self._loaded)
+            if isinstance(wrapped := _wrapped_by(optimizer), Optimizer):
+                wrapped.register_load_state_dict_post_hook(self._loaded)
 
     def __bool__(self) -> bool:
         return bool(self.all)
@@ -114,6 +114,11 @@ class Optimizers:
         self._torn = None
 
 
+def _wrapped_by(optimizer: Any) -> Any:
+    """The optimizer inside of another library's, as Accelerate has it."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def held_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -142,7 +147,7 @@ class _State:
         moved = [str(number) for number, (now, before) in enumerate(pairs) if versions_of(now) != before]
         if moved:
             return f"group {', '.join(moved)} of the {len(groups)} of {name} has moved"
-        bases = (base for base in type(self.optimizer).__mro__ if base is not Optimizer)
+        bases = (base for base in type(_wrapped_by(self.optimizer)).__mro__ if base is not Optimizer)
         known = any(base.__module__.startswith("torch.optim") for base in bases)
         return "" if known else f"{name} may have moved"  # by writing into .data, which PyTorch doesn't count
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +24,7 @@ TRUNK = "trunk"
 """The name of the trunk's node."""
 
 Tree = dict[str, Any]  # nodes by name, each with the tree of its children
-InputsFrom = Field | Sequence[Field]
+InputsFrom = Field | tuple[Field, ...] | list[Field]
 
 
 class Neck(nn.Module):
@@ -75,8 +75,8 @@ class MultiTaskModel(nn.Module):
         super().__init__()
         if not tasks:
             raise ConfigError("a MultiTaskModel needs at least one task; tasks is empty.")
-        for field in inputs if isinstance(inputs, Sequence) and not isinstance(inputs, str) else [inputs]:
-            check_field("inputs", field)
+        inputs = tuple(inputs) if isinstance(inputs, list) else inputs
+        check_field("inputs", inputs, several=True)
         necks = necks or {}
         _check_names(trunk, tasks, necks)
         self.trunk = trunk
@@ -153,7 +153,7 @@ class MultiTaskModel(nn.Module):
         source = self._inputs_from
         if callable(source):
             return source(own_view(batch))
-        if not isinstance(source, Sequence) or isinstance(source, str):
+        if not isinstance(source, tuple):
             return get_field(batch, source)
         named = {field: get_field(batch, field) for field in source if isinstance(field, str)}
         if len(named) == len(source):

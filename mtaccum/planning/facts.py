@@ -9,6 +9,7 @@ from typing import Any
 from mtaccum.engine.norms import batch_normalised
 from mtaccum.errors import listed
 from mtaccum.memory import FakeTraining
+from mtaccum.model import MultiTaskModel
 from mtaccum.planning.plan import EXACT, IN_DISTRIBUTION, INEXACT, Plan
 from mtaccum.planning.profile import Chain
 
@@ -36,9 +37,7 @@ class Facts:
         self._device_type, self._precision = training.device_type, training.options.precision
         self._tasks = [name for name in model.tasks if name in chains]
         self.tree = model.tree(self._tasks)
-        # for each node its layers in which the output of one sample depends on others
-        modules = model.own_modules() if training.options.batchnorm != "freeze" else {}
-        coupling = {node: batch_normalised(modules[node], prefix=node) for node in modules if node in chains}
+        coupling = {} if training.options.batchnorm == "freeze" else _coupling_layers(model, chains)
         self._coupled = [layer for layers in coupling.values() for layer in layers]
         self._not_additive = [name for name in self._tasks if not model.task(name).additive]
         self._drawing = [node for node, chain in chains.items() if chain.draws]
@@ -92,3 +91,9 @@ class Facts:
             group = tuple(names)
             if small and len(group) > 1:
                 yield group
+
+
+def _coupling_layers(model: MultiTaskModel, chains: Collection[str]) -> dict[str, list[str]]:
+    """For each node its layers in which the output of one sample depends on others."""
+    modules = model.own_modules()
+    return {node: batch_normalised(modules[node], prefix=node) for node in modules if node in chains}
