@@ -9,6 +9,7 @@ until a state is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
