@@ -125,6 +125,7 @@ def test_where_matplotlib_is_missing_the_report_is_left_alone(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["plan.json"]
 
 
+@pytest.mark.long
 def test_a_plan_changes_nothing_of_the_training(run: Run, tmp_path: Path) -> None:
     """The same steps as with what the plan recommends, typed by hand: planning draws no random numbers."""
     options = ["+tasks=[seg,cls]", "memory.budget=5MiB", "engine.batchnorm=freeze"]
@@ -172,6 +173,7 @@ def test_what_a_plan_chooses_is_not_given_too(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_training_that_fits_in_no_way_does_not_start(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -258,6 +258,7 @@ def check_loads(folder: Path) -> None:
     assert list(state(folder)["model"]) == list(model.state_dict())
 
 
+@pytest.mark.long
 def test_two_nodes_go_on_with_fsdp_and_three_ranks_after_them(
     trained: tuple[Path, subprocess.CompletedProcess[str]], forked: Forked, tmp_path: Path
 ) -> None:
@@ -373,6 +374,7 @@ FAULTS = "hangs", "killed", "divides", "logger", "config", "draws", "names"
 LOST = "rank 0: error: lost another rank: it has ended, or didn't come within parallel.timeout_s. "
 
 
+@pytest.mark.long
 def test_what_one_rank_does_is_noticed_by_the_other(forked: Forked, tmp_path: Path) -> None:
     """Nobody ends rank 0 here, and it would wait for an hour where rank 1 comes to an end."""
     common = [*SMALL, "parallel.timeout_s=3600"]

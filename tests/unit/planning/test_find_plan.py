@@ -203,6 +203,7 @@ def test_other_dropout_masks_are_exact_in_distribution_only() -> None:
     assert {plan.exactness for plan in whole} == {0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "batchnorm"])
 def test_a_budget_a_byte_below_gives_the_next_plan_or_says_how_little_can_do(name: str) -> None:
     smallest = report_for(name).smallest
