@@ -14,11 +14,8 @@ def real_number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, Tensor):
-        return (
-            float(value)
-            if value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
-            else None
-        )
+        real = not (value.is_complex() or value.dtype == torch.bool)
+        return float(value) if value.dim() == 0 and real else None
     return float(value) if isinstance(value, numbers.Real) else None
 
 

@@ -22,8 +22,11 @@ class Container(NamedTuple):
 
 def container_of(value: Any) -> Container | None:
     """How a value of another library holds samples; None if its type isn't known."""
-    names = (f"{base.__module__.partition('.')[0]}.{base.__qualname__}" for base in type(value).__mro__)
-    return next((_CONTAINERS[name] for name in names if name in _CONTAINERS), None)
+    cls = type(value)
+    if cls not in _of_types:
+        names = (f"{base.__module__.partition('.')[0]}.{base.__qualname__}" for base in cls.__mro__)
+        _of_types[cls] = next((_CONTAINERS[name] for name in names if name in _CONTAINERS), None)
+    return _of_types[cls]
 
 
 def _graphs(batch: Any, rows: slice) -> Any:
@@ -54,3 +57,4 @@ _CONTAINERS = {
     ),
     "torch.PackedSequence": Container(lambda packed: int(packed.batch_sizes[0]), _sequences),
 }
+_of_types: dict[type, Container | None] = {}  # found once for each: batches are read in every step

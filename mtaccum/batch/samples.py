@@ -251,7 +251,9 @@ def take_samples(batch: Any, samples: int) -> Any:
 
 def take_micro_batch(nest: Any, samples: int, micro_batches: int, index: int) -> Any:
     """One of the micro-batches into which ``split_batch`` would split a nest of ``samples`` samples."""
-    return _split(nest, split_sizes(samples, micro_batches))[index]
+    sizes = split_sizes(samples, micro_batches)
+    before, own, after = sum(sizes[:index]), sizes[index], sum(sizes[index + 1 :])
+    return _split(nest, [size for size in (before, own, after) if size])[1 if before else 0]
 
 
 def _split(value: Any, sizes: list[int], *, is_batch: bool = True, zipped: bool = False) -> list[Any]:

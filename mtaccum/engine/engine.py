@@ -133,7 +133,7 @@ class Engine:
             result = self._run.gradient(window, counts)
             if not result.losses:
                 return result
-            self._run.outside.refuse_unheld(self.optimizers.held())
+            self._run.outside.refuse_unheld(parameters)
             self.ranks.complete(parameters)
             self.optimizers.unscale(self._precision)
             norm = self.ranks.gradient_norm(parameters)
@@ -182,8 +182,8 @@ class Engine:
         parameters = list(self.model.parameters())
         onto = any(parameter.grad is not None for parameter in parameters)
         aside = restore_on_error or self.ranks.shares_gradients
-        kept = gradients_dropped_on_error(parameters, "restore_on_error=True")
-        with gradients_set_aside(parameters) if aside else kept:
+        dropped = gradients_dropped_on_error(parameters, had_some=onto, way_out="restore_on_error=True")
+        with gradients_set_aside(parameters) if aside else dropped:
             return self._run.gradient(window, counts, onto_others=onto)
 
     def count_labels(self, window: Sequence[Any]) -> LabelCounts:

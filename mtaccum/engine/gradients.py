@@ -20,13 +20,15 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> int:
 
 
 @contextmanager
-def gradients_dropped_on_error(parameters: Sequence[nn.Parameter], way_out: str) -> Iterator[None]:
+def gradients_dropped_on_error(
+    parameters: Sequence[nn.Parameter], *, had_some: bool, way_out: str
+) -> Iterator[None]:
     """Half a window's gradient is no gradient: after an error there is none, and the error says so.
 
     Args:
-        way_out: what keeps those that were there before.
+        had_some: whether there were gradients before.
+        way_out: what keeps these.
     """
-    had_some = any(parameter.grad is not None for parameter in parameters)
     try:
         yield
     except BaseException as error:

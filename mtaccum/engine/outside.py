@@ -52,11 +52,13 @@ class Outside:
                 self._found[id(leaf)] = node, weakref.ref(leaf)
 
     def refuse_unheld(self, held: Iterable[Tensor]) -> None:
-        """Refuse what was found and is held by no optimizer. Tensors that a forward made for itself are gone.
+        """Refuse what was found and isn't held. Tensors that a forward made for itself are gone.
 
         Raises:
             OptimizerError: names the node that reaches it; what was found has no gradient then.
         """
+        if not self._found:
+            return
         known = {id(tensor) for tensor in held}
         found = [(node, reference()) for key, (node, reference) in self._found.items() if key not in known]
         alive = [(node, tensor) for node, tensor in found if tensor is not None]

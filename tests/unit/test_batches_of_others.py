@@ -147,7 +147,7 @@ def boxes(*numbers: int) -> list[Tensor]:
     return [torch.arange(4.0 * n).reshape(n, 4) + 100 * i for i, n in enumerate(numbers)]
 
 
-def samples_of_detection(*numbers: int, kind: type = dict) -> list[tuple[Tensor, Any]]:
+def samples_of_detection(*numbers: int) -> list[tuple[Tensor, Any]]:
     return [
         (torch.full((3, 4, 5 + i), float(i)), {"boxes": of_image, "labels": torch.arange(len(of_image))})
         for i, of_image in enumerate(boxes(*numbers))
