@@ -1,162 +1,23 @@
 """Samples of a batch: how many there are, and micro-batches of some of them.
 
-A batch is a nest, and each value in it holds the samples in one of three ways:
-
-- rows: one entry per sample, as tensors and arrays have along their first dimension;
-- fields: entries of which each is a value in turn, as those of dicts, dataclasses and named tuples are;
-- opaque: it belongs to all samples, as numbers, strings and all that holds no tensors do.
-
-A list holds rows, and a tuple fields; but what can only be the other is taken for that, such as a tuple of
-one dict per sample. A list that is itself the batch holds fields, as ``default_collate`` makes them, unless
-its entries are objects (dicts, dataclasses, graphs). A tuple that may be either is refused, with how to say
-it. Whatever asks for samples reads a batch through ``_read``, and so in this one way.
+How each value in it holds the samples is read by ``reading``, and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sized
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from mtaccum.batch.reading import Read, fit, is_object, is_zipped, members, read
 from mtaccum.batch.rows import rows_of
 from mtaccum.errors import BatchError
 from mtaccum.structure import describe, hides_tensors, unpacker
-from mtaccum.values import real_number, whole_number
-
-
-class _Read(Enum):
-    """How a value holds the samples of a batch of a given size."""
-
-    ROWS = "one entry per sample"
-    FIELDS = "entries that are values in turn"
-    OPAQUE = "nothing of single samples"
-    OTHER_SIZE = "another number of samples"
-    UNCLEAR = "rows or fields"
-    UNKNOWN = "tensors that can't be reached"
-
-
-# --- how a value is read ---
-
-
-def _read(value: Any, samples: int, *, is_batch: bool = False) -> _Read:
-    """How a value holds ``samples`` samples; ``is_batch``: it is the batch itself, and no field of it."""
-    if (rows := rows_of(value)) is not None:
-        count = rows.size(value)
-        if count is None:
-            return _Read.OPAQUE
-        return _Read.ROWS if count == samples else _Read.OTHER_SIZE
-    if isinstance(value, list) or type(value) is tuple:
-        return _read_batch(value, samples) if is_batch else _read_sequence(value, samples)
-    if hides_tensors(value):
-        return _Read.UNKNOWN
-    return _Read.OPAQUE if unpacker(value) is None else _Read.FIELDS
-
-
-def _read_sequence(value: Sequence[Any], samples: int) -> _Read:
-    """A list or tuple that is a field."""
-    as_fields, is_list = _fit(value, samples), isinstance(value, list)
-    if len(value) != samples:
-        # a list of plain values is one per sample, of another number of samples
-        varies = bool(value) and all(map(_varies, value))
-        return _Read.FIELDS if as_fields and (varies or not is_list) else _Read.OTHER_SIZE
-    if not as_fields or samples == 1:
-        return _Read.ROWS
-    if _differ_in_kind(value):
-        return _Read.FIELDS
-    if is_list or all(map(_is_object, value)):
-        return _Read.ROWS
-    return _Read.FIELDS if all(entry is None for entry in value) else _Read.UNCLEAR
-
-
-def _read_batch(value: Sequence[Any], samples: int) -> _Read:
-    """A list or tuple that is the batch itself."""
-    as_rows = _Read.ROWS if len(value) == samples else _Read.OTHER_SIZE
-    if isinstance(value, list) and value and all(map(_is_object, value)):
-        return as_rows
-    as_fields = _fit(value, samples)
-    if len(value) > 1 and not isinstance(value[0], list) and _are_alike(value):
-        return _read_alike(value, samples) if as_fields else as_rows
-    return _Read.FIELDS if as_fields or not all(map(_varies, value)) else as_rows
-
-
-def _read_alike(batch: Sequence[Any], samples: int) -> _Read:
-    """A batch of entries of which each may be a field, or a sample that nobody collated."""
-    if isinstance(batch, list) and not all(_fit_without_opaque(entry, samples) for entry in batch):
-        return _Read.ROWS if len(batch) == samples else _Read.OTHER_SIZE
-    if type(batch[0]) is tuple and len(batch[0]) == samples != len(batch):
-        return _Read.FIELDS  # zip(*samples), of fields that look alike
-    return _Read.UNCLEAR
-
-
-def _fit(entries: Sequence[Any], samples: int) -> bool:
-    """Whether these can be fields of a batch of that size."""
-    for entry in entries:
-        how = _read(entry, samples)
-        if how in (_Read.OTHER_SIZE, _Read.UNKNOWN):
-            return False
-        if how is _Read.FIELDS and not _fit(_members(entry), samples):
-            return False
-    return True
-
-
-def _is_zipped(batch: Any, samples: int) -> bool:
-    """Whether a batch is ``zip(*samples)``: tuples of one entry per sample, of which some can't be fields."""
-    of_tuples = isinstance(batch, list | tuple) and all(type(entry) is tuple for entry in batch)
-    if not of_tuples or any(len(entry) != samples for entry in batch):
-        return False
-    return any(_read(entry, samples) is _Read.ROWS for entry in batch)
-
-
-def _fit_without_opaque(value: Any, samples: int) -> bool:
-    """Whether a value is of that many samples throughout."""
-    if (how := _read(value, samples)) is _Read.FIELDS:
-        return all(_fit_without_opaque(member, samples) for member in _members(value))
-    return how is _Read.ROWS
-
-
-def _varies(entry: Any) -> bool:
-    """Whether an entry holds rows, or fields."""
-    return rows_of(entry) is not None or unpacker(entry) is not None
-
-
-def _is_object(entry: Any) -> bool:
-    """Whether a list of such entries holds one for each sample, whatever is in them."""
-    if rows_of(entry) is not None or isinstance(entry, list) or type(entry) is tuple:
-        return False
-    return entry is not None and real_number(entry) is None
-
-
-def _are_alike(entries: Sequence[Any]) -> bool:
-    """Whether these are containers of one type, with the same fields of the same kinds."""
-    return unpacker(entries[0]) is not None and len(set(map(_kind_of, entries))) == 1
-
-
-def _kind_of(value: Any) -> Any:
-    """What two samples of a data set have in common: types, keys, dimensions; sizes may differ."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value.dtype, value.ndim
-    if isinstance(value, Mapping):
-        return type(value), tuple(sorted((str(key), _kind_of(member)) for key, member in value.items()))
-    return type(value), tuple(map(_kind_of, _members(value)))
-
-
-def _differ_in_kind(entries: Sequence[Any]) -> bool:
-    """Whether these are tensors of different types or numbers of dimensions, and so not samples of one
-    field."""
-    if not all(isinstance(entry, Tensor | np.ndarray) for entry in entries):
-        return False
-    return len(set(map(_kind_of, entries))) > 1
-
-
-def _members(value: Any) -> Sequence[Any]:
-    handler = unpacker(value)
-    return () if handler is None else handler[0](value)
-
+from mtaccum.values import whole_number
 
 # --- how many samples ---
 
@@ -172,9 +33,9 @@ def batch_size_of(batch: Any) -> int:
     found = sorted(_sizes(batch, is_batch=True), key=lambda size: size[0])
     sizes = [size for _, size in found]
     for size in dict.fromkeys(sizes):
-        if (how := _read(batch, size, is_batch=True)) is _Read.UNCLEAR:
+        if (how := read(batch, size, is_batch=True)) is Read.UNCLEAR:
             raise _unclear(batch, size)
-        if how is _Read.ROWS or (how is _Read.FIELDS and _fit(_members(batch), size)):
+        if how is Read.ROWS or (how is Read.FIELDS and fit(members(batch), size)):
             return size
     if sizes:  # some entry is of another size; whoever splits it will say so
         return Counter(sizes).most_common(1)[0][0]
@@ -195,7 +56,7 @@ def _sizes(value: Any, *, is_batch: bool = False) -> Iterator[tuple[int, int]]:
             yield 1, count
         return
     if isinstance(value, list) or type(value) is tuple:
-        of_objects, is_list = bool(value) and all(map(_is_object, value)), isinstance(value, list)
+        of_objects, is_list = bool(value) and all(map(is_object, value)), isinstance(value, list)
         if of_objects and (is_list or not is_batch):
             yield 0, len(value)
             return
@@ -203,7 +64,7 @@ def _sizes(value: Any, *, is_batch: bool = False) -> Iterator[tuple[int, int]]:
         later = 4 if is_list and not is_batch else 0  # what is in a list's entries is each sample's own
     else:
         later = 0
-    for member in _members(value):
+    for member in members(value):
         yield from ((max(rank, later), size) for rank, size in _sizes(member))
 
 
@@ -259,22 +120,22 @@ def take_micro_batch(nest: Any, samples: int, micro_batches: int, index: int) ->
 def _split(value: Any, sizes: list[int], *, is_batch: bool = True, zipped: bool = False) -> list[Any]:
     """A value in pieces of these sizes; ``zipped``: it is a field as ``zip(*samples)`` makes it."""
     samples = sum(sizes)
-    how = _Read.ROWS if zipped else _read(value, samples, is_batch=is_batch)
-    if how is _Read.OPAQUE:
+    how = Read.ROWS if zipped else read(value, samples, is_batch=is_batch)
+    if how is Read.OPAQUE:
         return [value] * len(sizes)
-    if how is _Read.ROWS:
+    if how is Read.ROWS:
         if (rows := rows_of(value)) is not None:
             return rows.split(value, sizes)
         ends = list(accumulate(sizes))
         return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    if how is _Read.FIELDS:
+    if how is Read.FIELDS:
         handler = unpacker(value)
         assert handler is not None
         unpack, pack = handler
-        zipped = is_batch and _is_zipped(value, samples)
+        zipped = is_batch and is_zipped(value, samples)
         columns = [_split(member, sizes, is_batch=False, zipped=zipped) for member in unpack(value)]
         return [pack(value, [column[index] for column in columns]) for index in range(len(sizes))]
-    raise {_Read.UNCLEAR: _unclear, _Read.UNKNOWN: unknown}.get(how, _of_other_size)(value, samples)
+    raise {Read.UNCLEAR: _unclear, Read.UNKNOWN: unknown}.get(how, _of_other_size)(value, samples)
 
 
 # --- what can't be split ---
