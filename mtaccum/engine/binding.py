@@ -16,7 +16,8 @@ from mtaccum.engine.result import LossLog, sum_of_terms
 from mtaccum.engine.schedules import Features, Node
 from mtaccum.engine.window_counts import WindowCounts
 from mtaccum.errors import FeatureError
-from mtaccum.model.tree import ROOT, MultiTaskModel, Tree, named_errors
+from mtaccum.model.paths import ROOT
+from mtaccum.model.tree import MultiTaskModel, Tree, named_errors
 from mtaccum.parallel import Ranks
 from mtaccum.state import not_learning
 from mtaccum.structure import describe, detach, map_tensors

@@ -22,7 +22,8 @@ from mtaccum.engine.result import LossLog, StepResult
 from mtaccum.engine.schedules import SCHEDULES, Backward
 from mtaccum.engine.window_counts import WindowCounts, check_labels, check_window
 from mtaccum.errors import ConfigError
-from mtaccum.model.tree import ROOT, MultiTaskModel
+from mtaccum.model.paths import ROOT
+from mtaccum.model.tree import MultiTaskModel
 from mtaccum.parallel import Ranks
 from mtaccum.state import Snapshot, keeping_buffers
 

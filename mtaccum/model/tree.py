@@ -13,15 +13,11 @@ from torch import nn
 
 from mtaccum.batch import Field, Inputs, SeveralInputs, call, check_field, get_field, own_view
 from mtaccum.errors import ConfigError, InplaceError, TaskError, unknown_name
+from mtaccum.model.paths import ROOT, TRUNK, paths_of
 from mtaccum.structure import aliased, describe
 
 if TYPE_CHECKING:  # tasks use the heads of this package; so this package only names their type
     from mtaccum.tasks.base import Task
-
-ROOT = "inputs"
-"""Under which name nodes that hang on no other find what the model is given."""
-TRUNK = "trunk"
-"""The name of the trunk's node."""
 
 Tree = dict[str, Any]  # nodes by name, each with the tree of its children
 InputsFrom = Field | tuple[Field, ...] | list[Field]
@@ -89,7 +85,7 @@ class MultiTaskModel(nn.Module):
             on = {name: tuple(ROOT if n == TRUNK else n for n in given) for name, given in on.items()}
         self._on = {TRUNK: (ROOT,), **on}
         # for each node the names of the nodes from the trunk to it, itself included
-        self.paths = _paths(trunk is not None, on, set(self.necks))
+        self.paths = paths_of(trunk is not None, on, set(self.necks))
         used = {node for task in self.tasks for node in self.paths[task]}
         if unused := [name for name in self.necks if name not in used]:
             warnings.warn(
@@ -293,40 +289,3 @@ def _is_word(name: Any) -> bool:
 
 
 _DICT = nn.ModuleDict()
-
-
-def _paths(
-    has_trunk: bool, sources: Mapping[str, tuple[str, ...]], necks: set[str]
-) -> dict[str, tuple[str, ...]]:
-    """For each node the path from the trunk to it; checks that the nodes form a tree."""
-    paths: dict[str, tuple[str, ...]] = {ROOT: ()}
-    if has_trunk:
-        paths[TRUNK] = (TRUNK,)
-
-    def path(name: str, below: tuple[str, ...]) -> tuple[str, ...]:
-        if name in paths:
-            return paths[name]
-        if name in below:
-            raise ConfigError(f"necks feed each other in a cycle: {' <- '.join((*below, name))}.")
-        on = sources[name]
-        for source in on:
-            if source in sources and source not in necks:
-                raise ConfigError(
-                    f"{name!r} is on the task {source!r}. Heads can't feed other nodes: put what they "
-                    f"share into a Neck, and both on it."
-                )
-            if source not in paths and source not in necks:
-                known = (set(paths) | necks) - {name}
-                raise ConfigError(unknown_name(f"node that {name!r} is on,", source, known))
-        deepest = max((path(source, (*below, name)) for source in on), key=len, default=())
-        if not on or (off := [source for source in on if source not in (ROOT, *deepest)]):
-            raise ConfigError(
-                f"{name!r} is on {' and '.join(map(repr, on)) or 'no node'}, which must be nodes on one path "
-                f"of the tree" + (f"; {off[0]!r} doesn't lead to {deepest[-1]!r}." if on else ".")
-            )
-        paths[name] = (*deepest, name)
-        return paths[name]
-
-    for name in sources:
-        path(name, ())
-    return paths
