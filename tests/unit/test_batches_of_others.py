@@ -222,6 +222,13 @@ def test_a_target_of_another_length_than_the_batch_is_no_count_t3() -> None:
         Engine(model).accumulate([batch])
 
 
+def test_the_size_that_most_entries_have_is_the_batchs_t3() -> None:
+    batch = {"labels": torch.arange(11), "x": torch.rand(4, 3), "lengths": torch.tensor([3, 2, 5, 1])}
+    assert batch_size_of(batch) == 4
+    with pytest.raises(BatchError, match=r"Tensor\(11\) can't be split with a batch of 4 samples"):
+        split_batch(batch, 2)
+
+
 def test_a_count_of_ones_own_declares_it_t3() -> None:
     class Counted(Speech):
         def count(self, batch: Any) -> Any:

@@ -566,3 +566,53 @@ def test_leaves_that_a_forward_makes_for_itself_and_inputs_are_nobodys_e2(schedu
     model = MultiTaskModel(nn.Linear(3, 3), {"a": Penalised(nn.Linear(3, 2))}, inputs="x")
     engine = Engine(model, SGD(model.parameters(), lr=0.1), schedule=schedule)
     assert engine.step([{"x": BATCH["x"].clone().requires_grad_()}]).stepped
+
+
+# --- e6: what an optimizer keeps in its state ---------------------------------------------------------------
+
+
+class Counting(SGD):
+    """Counts its steps by a number in the state, and may raise before or after writing its momentum."""
+
+    where = ""
+
+    def step(self, closure: Any = None) -> Any:
+        for entry in self.state.values():
+            entry["count"] = entry.get("count", 0) + 1
+            if self.where == "momentum":
+                entry["momentum_buffer"].add_(1)
+        if self.where:
+            raise RuntimeError("as drawn")
+        return super().step(closure)
+
+
+def test_numbers_in_the_state_are_put_back_and_written_momentum_counts_as_moved_e6() -> None:
+    model = two_heads()
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    engine = Engine(model, optimizer)
+    for _ in range(2):
+        engine.step([BATCH])
+    before = state_of(engine)
+    optimizer.where = "before"
+    with pytest.raises(RuntimeError, match="as drawn"):
+        engine.step([BATCH])
+    assert same(state_of(engine), before)
+    optimizer.where = "momentum"
+    with pytest.raises(OptimizerError, match="group 0 of the 1 of Counting has moved"):
+        engine.step([BATCH])
+
+
+def test_a_module_put_in_is_searched_for_tensors_outside_too_e2() -> None:
+    model, outside = two_heads(), nn.Parameter(torch.zeros(()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, optimizer)
+    engine.step([BATCH])
+
+    class Shifted(nn.Linear):
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features) + outside
+
+    model.task("a").head = Shifted(3, 2)
+    optimizer.add_param_group({"params": list(model.task("a").head.parameters())})
+    with pytest.raises(OptimizerError, match="'a' learns a Parameter outside of the model"):
+        engine.step([BATCH])
